@@ -1,0 +1,1 @@
+"""Plain records, numerics and errors; knows no other folder."""

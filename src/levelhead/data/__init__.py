@@ -1,0 +1,1 @@
+"""Tables in, windows out; knows no model."""

@@ -1,0 +1,1 @@
+"""The public estimator, its intervals, its backtest and its bench."""

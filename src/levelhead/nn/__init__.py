@@ -1,0 +1,1 @@
+"""Channel attention, reversible normalisation, the closed-form line, σReparam."""

@@ -1,0 +1,410 @@
+"""σReparam: weight matrices whose spectral norm is a learnable number (Zhai et al., 2303.06296).
+
+    Ŵ = γ W / σ(W),   σ(W) = uᵀ W v, the largest singular value,   γ a learnable scalar
+
+A weight is [rows, columns] = [outputs, inputs] for a Linear, any orientation otherwise: σ is the
+same. u [blocks, rows/blocks] and v [blocks, columns] start as the exact singular vectors. Each
+training forward of the module that owns the weight takes one power step before it reads the weight,
+
+    u ← W v/‖W v‖,   v ← Wᵀ u/‖Wᵀ u‖,
+
+without gradient. A weight that training reads outside such a forward (by another method, or by a
+parent that reads its child's weight) takes one step at the first read with gradients after it has
+changed. All other reading, under `no_grad` or again, changes nothing; evaluation takes no step.
+σ is differentiated through W with u and v fixed: dŴ = γ/σ (dW − ⟨u vᵀ, dW⟩ W/σ).
+
+**Freezing protocol.** A module that takes power-iteration steps in its forward pass has a boolean
+attribute `power_iteration_frozen`; while it is true no such step is taken, and loading a
+state_dict leaves the vectors as stored. `SAM.ascent_pass` sets it in the second pass on every
+module that has the attribute, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
+
+from levelhead.base.errors import InputError
+
+__all__ = [
+    "SigmaReparam",
+    "frozen_power_iteration",
+    "remove",
+    "remove_sigma_reparam",
+    "sigma_reparam",
+]
+
+Module = TypeVar("Module", bound=nn.Module)
+_NARROW = (torch.float16, torch.bfloat16)
+# In a MultiheadAttention these are the weights of Linear layers in all but name.
+_ATTENTION_BLOCKS = {
+    "in_proj_weight": 3,
+    "q_proj_weight": 1,
+    "k_proj_weight": 1,
+    "v_proj_weight": 1,
+}
+
+
+def sigma_reparam(
+    module: Module,
+    gamma: float | Literal["preserve"] = "preserve",
+    names: Sequence[str] = ("weight",),
+) -> Module:
+    """Replace weights W of `module` by γ W/σ(W), in place, and return the module.
+
+    `gamma="preserve"` starts γ at σ(W): the map is unchanged (bit for bit in evaluation, to
+    rounding after a power step); a number starts every γ there, the paper's is 1.0.
+
+    `names` picks the 2-D weights: `"weight"` is that of every Linear-like submodule and the
+    projections of every `nn.MultiheadAttention`, with Q, K and V of a joint `in_proj_weight` as
+    separate blocks (γ [3]); any other name is a parameter of that name anywhere in `module`, or a
+    dotted path to one. Build the optimiser afterwards: γ is a new parameter. Weights keep their
+    identity and stay shared where they were shared.
+
+    Recomputation (`torch.utils.checkpoint`) calls modules again: put its backward pass in
+    `frozen_power_iteration`.
+
+    Raises InputError if a name matches nothing, or for a weight that is not 2-D, empty, complex,
+    not finite or shared with one that would stay as it is, and for a γ that is not positive.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(3, 2, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+    >>> _ = sigma_reparam(layer, gamma=1.0)
+    >>> torch.linalg.matrix_norm(layer.weight, 2).item()
+    1.0
+    >>> layer.parametrizations.weight[0].gamma
+    Parameter containing:
+    tensor(1., requires_grad=True)
+    """
+    if gamma != "preserve" and not (
+        isinstance(gamma, (int, float)) and math.isfinite(gamma) and gamma > 0.0
+    ):
+        raise InputError(
+            f"sigma_reparam got gamma={gamma!r}; give 'preserve' or a finite number > 0."
+        )
+    targets = _targets(module, (names,) if isinstance(names, str) else tuple(names))
+    callers = {
+        id(attention.out_proj): attention
+        for attention in module.modules()
+        if isinstance(attention, nn.MultiheadAttention)
+    }
+    made: dict[int, SigmaReparam] = {}
+    for target in targets:
+        weight = target.weight
+        sigma = made.get(id(weight))
+        if sigma is None:
+            start = 1.0 if gamma == "preserve" else float(gamma)
+            sigma = made[id(weight)] = SigmaReparam(weight, start, target.blocks)
+        _give_own_class(target.host)
+        with frozen_power_iteration(sigma):  # torch reads the weight once to check it
+            parametrize.register_parametrization(target.host, target.name, sigma)
+        sigma.note(weight)
+        weights: Any = target.host.parametrizations
+        weights[target.name].register_load_state_dict_post_hook(_synchronise_after_load)
+        if gamma == "preserve":
+            with torch.no_grad():
+                sigma.gamma.copy_(sigma.sigma(weight))
+        caller = callers.get(id(target.host), target.host)
+        if _power_steps not in caller._forward_pre_hooks.values():
+            caller.register_forward_pre_hook(_power_steps)
+    return module
+
+
+def remove(module: Module) -> Module:
+    """Fold every σReparam of `module` back into plain weights, in place; return the module.
+
+    Each weight becomes, bit for bit, what it was read as: outputs in evaluation are unchanged, and
+    so are those in training with the u and v of the last forward. The parameter objects are those
+    from before `sigma_reparam`; γ leaves the module. Raises InputError if there is nothing to fold
+    or another parametrisation lies on top.
+
+    >>> import torch
+    >>> layer = sigma_reparam(torch.nn.Linear(3, 2), gamma=1.0)
+    >>> before = layer.weight.detach()
+    >>> torch.equal(remove(layer).weight, before)
+    True
+    """
+    found = [
+        (host, name, weights)
+        for host in module.modules()
+        for name, weights in _reparametrised(host)
+    ]
+    if not found:
+        raise InputError(f"{type(module).__name__} holds no σReparam; there is nothing to remove.")
+    for host, name, weights in found:
+        if len(weights) != 1:
+            raise InputError(
+                f"{name!r} of {type(host).__name__} has other parametrisations besides σReparam; "
+                f"remove those first."
+            )
+    with torch.no_grad():
+        # All values first: a shared weight must not be folded twice.
+        folded = {id(w.original): (w.original, getattr(h, n).detach()) for h, n, w in found}
+        for host, name, _ in found:
+            _give_own_class(host)
+            parametrize.remove_parametrizations(host, name, leave_parametrized=False)
+        for weight, value in folded.values():
+            weight.copy_(value)
+    for host in module.modules():
+        for key in [k for k, hook in host._forward_pre_hooks.items() if hook is _power_steps]:
+            del host._forward_pre_hooks[key]
+    return module
+
+
+remove_sigma_reparam = remove
+
+
+@contextmanager
+def frozen_power_iteration(*models: nn.Module) -> Iterator[None]:
+    """No module of `models` takes a power step in this context (protocol: top of the module).
+
+    Loading a state_dict inside it keeps the stored u and v, which an exact resume needs; outside,
+    u and v become the exact singular vectors of what was loaded.
+    """
+    modules: list[Any] = [module for model in models for module in model.modules()]
+    held = [module for module in modules if hasattr(module, "power_iteration_frozen")]
+    was = [module.power_iteration_frozen for module in held]
+    try:
+        for module in held:
+            module.power_iteration_frozen = True
+        yield
+    finally:
+        for module, value in zip(held, was, strict=True):
+            module.power_iteration_frozen = value
+
+
+class SigmaReparam(nn.Module):
+    """The map W → γ W/σ(W) of one weight; made by `sigma_reparam`.
+
+    W [rows, columns] may be `blocks` matrices one above the other, each with its own σ and γ:
+    γ [] or [blocks], u [blocks, rows/blocks], v [blocks, columns]. While σ is zero W passes
+    unchanged, with its plain gradient (γ preserved from a zero matrix is zero, and learns once W
+    has moved).
+    """
+
+    gamma: nn.Parameter
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, weight: Tensor, gamma: float = 1.0, blocks: int = 1) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.power_iteration_frozen = False
+        # Which tensor, in which version, u and v have last seen; and whether a read of it has
+        # already taken the step of the next forward.
+        self._seen = (0, 0)
+        self._ahead = False
+        rows, columns = weight.shape
+        shape = () if blocks == 1 else (blocks,)
+        start = torch.full(shape, gamma, dtype=weight.dtype, device=weight.device)
+        self.gamma = nn.Parameter(start, requires_grad=weight.requires_grad)
+        self.register_buffer("u", weight.detach().new_zeros(blocks, rows // blocks))
+        self.register_buffer("v", weight.detach().new_zeros(blocks, columns))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return Ŵ [rows, columns], after a power step if training missed one (see the top)."""
+        if self._steps() and torch.is_grad_enabled() and self._has_changed(weight):
+            self._iterate(weight)
+            self._ahead = True
+        sigma = self.sigma(weight)
+        # The inner `where` keeps the gradient of the branch not taken finite.
+        zero = sigma.abs() < torch.finfo(sigma.dtype).tiny
+        ratio = torch.where(zero, 1.0, self.gamma / torch.where(zero, 1.0, sigma))
+        return (self._stack(weight) * ratio.reshape(-1, 1, 1)).reshape(weight.shape)
+
+    def sigma(self, weight: Tensor) -> Tensor:
+        """uᵀ W v of each block, [] or [blocks], differentiable in W; computed in float32 or wider.
+
+        It is rounded to W's precision, so that γ = σ gives a ratio of exactly 1.
+        """
+        stack = _wide(self._stack(weight))
+        # Copies: a power step of a second forward would change what this one's backward needs.
+        u, v = self.u.clone().to(stack.dtype), self.v.clone().to(stack.dtype)
+        image = (stack @ v.unsqueeze(-1)).squeeze(-1)
+        return (u * image).sum(-1).reshape(self.gamma.shape).to(weight.dtype)
+
+    def power_step(self, weight: Tensor) -> None:
+        """Take the power step of one forward for W [rows, columns]: in training, unless frozen."""
+        if self._steps():
+            if self._has_changed(weight) or not self._ahead:
+                self._iterate(weight)
+            self._ahead = False
+
+    @torch.no_grad()
+    def synchronise(self, weight: Tensor) -> None:
+        """Set u and v to the exact singular vectors of W, if W is finite."""
+        if not torch.isfinite(weight).all():
+            return
+        left, _, right = torch.linalg.svd(_wide(self._stack(weight)), full_matrices=False)
+        self.u.copy_(left[..., :, 0])
+        self.v.copy_(right[..., 0, :])
+        self.note(weight)
+
+    def note(self, weight: Tensor) -> None:
+        """Take u and v to belong to W as it is now."""
+        self._seen = (id(weight), weight._version)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """Take an assigned weight as the new W; its scale is γ's business."""
+        self.synchronise(value)
+        return value
+
+    def _steps(self) -> bool:
+        return self.training and not self.power_iteration_frozen
+
+    def _has_changed(self, weight: Tensor) -> bool:
+        known, version = self._seen
+        if known == id(weight):
+            return version != weight._version
+        self.note(weight)  # of a tensor not met before (a copy of the module's) no past is known
+        return False
+
+    @torch.no_grad()
+    def _iterate(self, weight: Tensor) -> None:
+        stack = _wide(self._stack(weight))
+        v = self.v.to(stack.dtype).unsqueeze(-1)
+        self.u.copy_(_unit_or(stack @ v, self.u))
+        u = self.u.to(stack.dtype).unsqueeze(-1)
+        self.v.copy_(_unit_or(stack.mT @ u, self.v))
+        self.note(weight)
+
+    def extra_repr(self) -> str:
+        return f"blocks={self.blocks}"
+
+    def _stack(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.blocks, -1, weight.shape[-1])
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.float() if weight.dtype in _NARROW else weight
+
+
+def _unit_or(column: Tensor, previous: Tensor) -> Tensor:
+    """column/‖column‖ [blocks, n]; where that is 0 or NaN, `previous`, or it would stay lost."""
+    vector = column.squeeze(-1)
+    norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    sound = (norm > torch.finfo(norm.dtype).tiny) & torch.isfinite(norm)
+    return torch.where(sound, vector / norm, previous.to(vector.dtype))
+
+
+def _reparametrised(host: nn.Module) -> list[tuple[str, ParametrizationList]]:
+    if not parametrize.is_parametrized(host):
+        return []
+    lists: Any = host.parametrizations
+    return [
+        (name, weights)
+        for name, weights in lists.items()
+        if any(isinstance(step, SigmaReparam) for step in weights)
+    ]
+
+
+def _power_steps(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: one power step for each weight the module is about to read."""
+    hosts = [module]
+    if isinstance(module, nn.MultiheadAttention):
+        hosts.append(module.out_proj)  # read, never called
+    for host in hosts:
+        for _, weights in _reparametrised(host):
+            sigma: Any = weights[0]
+            sigma.power_step(weights.original)
+
+
+def _synchronise_after_load(weights: Any, incompatible_keys: Any) -> None:
+    sigma = weights[0]
+    if not sigma.power_iteration_frozen:
+        sigma.synchronise(weights.original)
+
+
+def _give_own_class(host: nn.Module) -> None:
+    """torch keeps a parametrised weight as a property of a class that deep copies share: without
+    a class of its own, adding or removing one here would do so in all copies."""
+    if parametrize.is_parametrized(host):
+        shared = type(host)
+        body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
+        host.__class__ = type(shared.__name__, shared.__bases__, body)
+
+
+class _Target(NamedTuple):
+    host: nn.Module
+    name: str
+    path: str
+    weight: nn.Parameter
+    blocks: int
+
+
+def _targets(module: nn.Module, names: tuple[str, ...]) -> list[_Target]:
+    """The weights that `names` ask for, checked."""
+    owned = [
+        (host, name, f"{prefix}.{name}" if prefix else name, weight)
+        for prefix, host in module.named_modules()
+        if not isinstance(host, (ParametrizationList, SigmaReparam))
+        for name, weight in host._parameters.items()
+        if weight is not None
+    ]
+    asked = [(entry, _asked_by(entry[0], entry[1], entry[2], names)) for entry in owned]
+    matched = {name for _, found in asked for name in found}
+    missing = [name for name in names if name not in matched]
+    if missing or not names:
+        available = [path for _, _, path, weight in owned if weight.ndim == 2]
+        raise InputError(
+            f"sigma_reparam found no weight for {missing or list(names)} in "
+            f"{type(module).__name__}; its plain 2-D parameters are {available[:12]}."
+        )
+    chosen = [
+        _Target(h, n, path, w, _ATTENTION_BLOCKS.get(n, 1) if _is_attention(h) else 1)
+        for (h, n, path, w), found in asked
+        if found
+    ]
+    for target in chosen:
+        _check(target)
+    taken = {(id(target.host), target.name) for target in chosen}
+    weights = {id(target.weight) for target in chosen}
+    for host, name, path, weight in owned:
+        if id(weight) in weights and (id(host), name) not in taken:
+            raise InputError(
+                f"{path!r} shares its weight with one that sigma_reparam is to replace and would "
+                f"no longer equal it; add it to names or give it a weight of its own."
+            )
+    return chosen
+
+
+def _asked_by(host: nn.Module, name: str, path: str, names: tuple[str, ...]) -> list[str]:
+    """Which of `names` mean this parameter."""
+    kinds = {path} if name == "weight" else {path, name}
+    if (name == "weight" and _is_linear(host)) or (
+        _is_attention(host) and name in _ATTENTION_BLOCKS
+    ):
+        kinds.add("weight")
+    return [asked for asked in names if asked in kinds]
+
+
+def _is_attention(host: nn.Module) -> bool:
+    return isinstance(host, nn.MultiheadAttention)
+
+
+def _is_linear(host: nn.Module) -> bool:
+    """nn.Linear and its look-alikes, such as the Conv1D of GPT-2: not embeddings, not norms."""
+    features = hasattr(host, "in_features") and hasattr(host, "out_features")
+    return isinstance(host, nn.Linear) or features or (hasattr(host, "nx") and hasattr(host, "nf"))
+
+
+def _check(target: _Target) -> None:
+    weight, what = target.weight, None
+    if weight.ndim != 2:
+        what = f"has shape {list(weight.shape)}; a 2-D weight is needed"
+    elif weight.numel() == 0:
+        what = f"is empty (shape {list(weight.shape)}); leave it out"
+    elif weight.is_complex() or not weight.is_floating_point():
+        what = f"is of type {weight.dtype}; real floating-point numbers are needed"
+    elif not torch.isfinite(weight).all():
+        what = "holds values that are not finite; mend them first"
+    if what:
+        raise InputError(f"sigma_reparam: {target.path!r} {what}.")

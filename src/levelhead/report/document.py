@@ -1,0 +1,83 @@
+"""The report of a run: one HTML file that needs no network, no fonts and no script.
+
+It reads records only (settings, notes, arrays, Figures), so that a run can be shown without the
+libraries that computed it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from levelhead.base.errors import InputError
+from levelhead.base.files import write_atomically
+from levelhead.base.records import Run
+from levelhead.report.figures import draw
+from levelhead.report.palette import SCHEMES
+from levelhead.report.svg import clean
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    run: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write the report of `run` to `out` (default: report.html in its folder); return the path.
+
+    The page shows the title, the notes as one paragraph, the Figures in order, and folded at the
+    end the settings and versions. It follows the reader's light or dark scheme, prints, and fits
+    screens from 360 pixels up.
+
+    Raises `StoredFileError` when `run` is a folder that is not a run or holds a bad file,
+    `InputError` when `out` is a folder or a Figure does not fit its arrays, `LevelheadError` when
+    the file cannot be written.
+
+    >>> import tempfile
+    >>> run = Run.create(tempfile.mkdtemp(), title="A <try>", command=None, settings={})
+    >>> path = write_report(run)
+    >>> path.name, "A &lt;try&gt;" in path.read_text(encoding="utf-8")
+    ('report.html', True)
+    """
+    if not isinstance(run, Run):
+        run = Run.open(run)
+    path = run.folder / "report.html" if out is None else Path(out)
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: give the name of the file to write.")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: clean(value) if type(value) is str else value,
+    )
+    source = resources.files("levelhead.report").joinpath("report.html.j2")
+    template = environment.from_string(source.read_text(encoding="utf-8"))
+    page = template.render(
+        title=run.title,
+        command=run.command,
+        notes=run.notes(),
+        sections=[
+            {"title": figure.title, "says": figure.says, "drawing": draw(figure, run)}
+            for figure in run.figures()
+        ],
+        settings=list(_flat(run.settings)),
+        versions=list(run.versions.items()),
+        schemes=SCHEMES,
+    )
+    return write_atomically(path, page.encode("utf-8"))
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as rows of name and text; nested ones get dotted names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        elif isinstance(value, list):
+            yield f"{above}{name}", ", ".join(map(str, value)) or "–"
+        else:
+            yield f"{above}{name}", "–" if value is None or value == {} else str(value)

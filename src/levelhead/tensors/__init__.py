@@ -1,0 +1,1 @@
+"""Multilinear algebra that has never heard of a transformer."""

@@ -1,0 +1,1 @@
+"""Sharpness-aware minimisation and the training loop; the judge is an argument."""
