@@ -59,7 +59,7 @@ def error_of(x: Tensor, model: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tucker_of_head_tensors(rows, decomposition, kind: str) -> None:
-    """Both stop once the relative error changes by less than 1e-4, TensorLy's default."""
+    """TensorLy stops at a change of 1e-4, its default; ours at half of that, at no larger error."""
     x, ranks = head_tensor(kind), (8, 32, 128, 3)
     plain = x.contiguous()
     theirs = decomposition.tucker(plain, ranks)
@@ -67,12 +67,12 @@ def test_tucker_of_head_tensors(rows, decomposition, kind: str) -> None:
     for method in ("hooi", "sthosvd"):
         rows.ratio(
             f"{name}: {method} vs TensorLy",
-            lambda method=method: tucker(x, ranks, method=method, tolerance=1e-4),
+            lambda method=method: tucker(x, ranks, method=method, tolerance=5e-5),
             lambda: decomposition.tucker(plain, ranks),
             rounds=3,
             warm=0,
         )
-    fits = {m: tucker(x, ranks, method=m, tolerance=1e-4) for m in ("hooi", "sthosvd")}
+    fits = {m: tucker(x, ranks, method=m, tolerance=5e-5) for m in ("hooi", "sthosvd")}
     found = ", ".join(f"{m} {fit.relative_error:.6f}" for m, fit in fits.items())
     rows.note(f"{name}: errors", f"{found}, TensorLy {error_of(plain, theirs.to_tensor()):.6f}")
 
@@ -171,7 +171,7 @@ def test_tucker_of_qk_stacks(rows, decomposition, kind: str) -> None:
         return decomposition.tucker(dense, ranks)
 
     options = {
-        "hooi": {"tolerance": 1e-4},
+        "hooi": {"tolerance": 5e-5},
         "randomised, 1 sweep": {"method": "randomised", "sweeps": 1},
     }
     errors = []

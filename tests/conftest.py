@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,17 @@ def real_data() -> Path:
     if not (folder / "ETTh1.csv").is_file():
         pytest.skip("set LEVELHEAD_DATA to a folder with ETTh1.csv, exchange_rate.csv, weather.csv")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible():
+    """Ctrl-C must reach the tests of it, also where the suite runs in the background of a shell."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,9 @@ from threading import Lock, Thread, current_thread
 import torch
 from threadpoolctl import threadpool_limits
 
+from levelhead.base.arguments import is_whole
+from levelhead.base.errors import InputError
+
 __all__ = ["threads"]
 
 
@@ -72,5 +75,7 @@ def threads(count: int | None = 1) -> Iterator[None]:
     if count is None:
         yield
         return
+    if not is_whole(count):
+        raise InputError(f"threads must be a positive whole number or None, {count!r} was given")
     with _limits.hold(count):
         yield

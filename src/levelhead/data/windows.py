@@ -248,7 +248,7 @@ class Pairs:
         shape = (*self._contexts.shape[:2], 1)
         self._mean = torch.zeros(shape, dtype=torch.float64)
         self._deviation = torch.ones(shape, dtype=torch.float64)
-        if revin:
+        if revin and len(self):
             variance, self._mean = torch.var_mean(
                 self._contexts, dim=-1, correction=0, keepdim=True
             )

@@ -53,6 +53,8 @@ def backtest(
     Args:
         windows, step, test_rows, refit, adaptive: see `SAMformer.backtest`.
         out: folder for backtest.csv, metrics.csv and the figures; nothing is written without it.
+        missing: filled before the table is cut: "interpolate" lets a gap that a cutoff falls into
+            see its far end, "ffill" looks ahead nowhere; filled cells count as truths.
         resume: take an interrupted backtest in `out` up again, to the same numbers.
         options: of `SAMformer` (context, model, targets, missing, …).
 

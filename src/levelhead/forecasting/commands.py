@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,8 @@ def forecast(
     settings = {"table": name, "coverage": list(levels), "adaptive": adaptive}
     settings |= {k: _plain(v) for k, v in estimator.get_params(deep=False).items()}
     settings["seen"] = seen
+    settings["rows"] = len(read)
+    settings["rows_sha256"] = hashlib.sha256(read.values.tobytes()).hexdigest()
     run = Run.create(
         Path(out),
         title=f"Forecast of {name}: {horizon} steps",

@@ -205,6 +205,7 @@ def fit_models(
     unknown = sorted(set(plan.models) - set(MODELS))
     if unknown:
         raise InputError(f"unknown model {unknown[0]!r}: choose from {', '.join(MODELS)}")
+    _check_device(plan.device)
     found: dict[str, Candidate] = {}
     if plan.needs("naive"):
         found["naive"] = SeasonalNaive(plan.season, problem.train.horizon)
@@ -224,6 +225,16 @@ def fit_models(
         )
         found["samformer"] = network
     return Fitted({n: found[n] for n in MODELS if n in found}, history, rho)
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"device {str(device)!r} cannot be used here ({reason}): use 'cpu'"
+        ) from error
 
 
 def _best_network(

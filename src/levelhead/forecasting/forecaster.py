@@ -327,6 +327,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         with more than context + horizon rows.
         """
         levels = check_coverage(coverage)
+        X = X if X is None else self.read(X)
         table, forecast, deviation, names, scaler = self._forecast(X)
         state = self._fitted
         others = {n: self._forecast(X, c)[1] for n, c in state.beside.items() if n != self.chosen_}
@@ -417,7 +418,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         tenth apart.
         """
         state = self._fitted
-        network = getattr(self, "candidates_", {}).get("samformer", state.chosen)
+        network = getattr(self, "candidates_", {}).get("samformer", state.network)
         if not isinstance(network, Network):
             raise InputError(f"no SAMformer was fitted (model={self.model!r}): use model='auto'")
         series, names, _ = state.standardise(self.read(X))
@@ -462,7 +463,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[Table, FloatArray, FloatArray, tuple[str, ...], Scaler]:
         """Forecast of the last window: table, `[D, H]` and `[D, 1]` per target, names, scaler."""
         state = self._fitted
-        table = state.tail if X is None else self.read(X)
+        table = state.tail if X is None else X if isinstance(X, Table) else self.read(X)
         series, names, scaler = state.standardise(table)
         with threads(self.num_threads):
             windows = series[None, :, -state.context :]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from levelhead.base.errors import InputError
 from levelhead.data.tables import Table
 from levelhead.data.windows import Pairs, Scaler, Windows
-from levelhead.forecasting.candidates import Candidate, Network, chunk_size
+from levelhead.forecasting.candidates import Blend, Candidate, Network, chunk_size
 from levelhead.forecasting.intervals import Conformal, Scores
 
 __all__ = ["FittedState", "content_order"]
@@ -69,6 +69,12 @@ class FittedState:
     def user_targets(self) -> tuple[str, ...]:
         """Targets in the order of the fitted table."""
         return tuple(c for c in self.tail.channels if c in set(self.targets))
+
+    @property
+    def network(self) -> Network | None:
+        """The chosen SAMformer, alone or as a member of a blend."""
+        members = self.chosen.members if isinstance(self.chosen, Blend) else (self.chosen,)
+        return next((m for m in members if isinstance(m, Network)), None)
 
     def standardise(self, table: Table) -> tuple[FloatArray, tuple[str, ...], Scaler]:
         """(series `[D, T]`, channel names, scaler) of a table, in the model's order.
