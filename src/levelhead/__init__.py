@@ -29,6 +29,7 @@ __all__ = [  # noqa: RUF022 - in groups, in the order in which one meets them
     # networks: the bare modules, for a loop of your own
     "SAMformerNet",
     "ReversibleNorm",
+    "remove_sigma_reparam",
     "sigma_reparam",
     # training: towards flat minima
     "SAM",
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from levelhead.forecasting.regressor import SAMformerRegressor
     from levelhead.nn.reversible_norm import ReversibleNorm
     from levelhead.nn.samformer import SAMformerNet
-    from levelhead.nn.sigma_reparam import sigma_reparam
+    from levelhead.nn.sigma_reparam import remove_sigma_reparam, sigma_reparam
     from levelhead.report.document import write_report as report
     from levelhead.training.loop import TrainingSettings, train
     from levelhead.training.sam import SAM
@@ -71,6 +72,7 @@ _HOME = {
     "Table": "data.tables",
     "SAMformerNet": "nn.samformer",
     "ReversibleNorm": "nn.reversible_norm",
+    "remove_sigma_reparam": "nn.sigma_reparam",
     "sigma_reparam": "nn.sigma_reparam",
     "SAM": "training.sam",
     "TrainingSettings": "training.loop",

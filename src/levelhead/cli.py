@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,21 +20,27 @@ from typer.core import TyperGroup
 from levelhead import __version__
 from levelhead.base.console import (
     explained,
-    json_text,
     names,
     shares,
-    table_text,
     warnings_as_sentences,
     whole_numbers,
 )
 from levelhead.base.errors import InputError, LevelheadError
 from levelhead.base.files import unused_folder
 from levelhead.base.records import Run
+from levelhead.cli_shared import (
+    DEBUG,
+    AsJson,
+    Debug,
+    OutFolder,
+    Progress,
+    reported,
+    say,
+    show,
+    tell,
+)
 
 __all__ = ["app", "main"]
-
-NOTHING_MATCHED = 3
-_DEBUG = "levelhead.debug"
 
 
 class _Commands(TyperGroup):
@@ -42,30 +48,18 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings_as_sentences(_say):
+            with warnings_as_sentences(say):
                 return super().invoke(ctx)
         except (LevelheadError, KeyboardInterrupt, OSError) as error:
             sentence, code = explained(error)
-            if ctx.meta.get(_DEBUG):
+            if ctx.meta.get(DEBUG):
                 traceback.print_exc()
-            _say(sentence)
+            say(sentence)
             raise typer.Exit(code) from None
-
-
-def _say(sentence: str) -> None:
-    typer.echo(sentence, err=True)
-
-
-def _note_debug(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
-        ctx.meta[_DEBUG] = True
 
 
 # ── options that several commands share ─────────────────────────────────────────────────────────
 
-Debug = Annotated[
-    bool, typer.Option("--debug", callback=_note_debug, help="Show the traceback of an error.")
-]
 TablePath = Annotated[
     Path, typer.Argument(metavar="TABLE", help="CSV or Parquet file: wide, or unique_id, ds, y.")
 ]
@@ -73,6 +67,7 @@ Horizon = Annotated[int, typer.Option("--horizon", "-H", min=1, help="Steps to f
 Context = Annotated[str, typer.Option(help="Rows each forecast looks back on, or auto.")]
 TimeColumn = Annotated[str | None, typer.Option(help="Name of the column of time stamps.")]
 Targets = Annotated[str | None, typer.Option(help="Channels to forecast: a,b,c. All by default.")]
+Channels = Annotated[str | None, typer.Option(help="Columns to use at all: a,b,c.")]
 Freq = Annotated[str | None, typer.Option(help="Step of the rows: h, 15min, D, MS … or a number.")]
 Missing = Annotated[
     Literal["error", "interpolate", "ffill"], typer.Option(help="What to do with missing values.")
@@ -87,20 +82,15 @@ Duplicates = Annotated[
 Layout = Annotated[Literal["auto", "wide", "long"], typer.Option(help="How the table is laid out.")]
 Season = Annotated[int | None, typer.Option(min=1, help="Rows of a season. Default: by the step.")]
 Coverage = Annotated[str, typer.Option(help="Coverages of the intervals, as shares.")]
-Model = Annotated[str, typer.Option(help="auto, samformer, linear or blend.")]
+Model = Annotated[str, typer.Option(help="auto, naive, linear, linear-revin, samformer or blend.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 Adaptive = Annotated[bool, typer.Option("--adaptive", help="Intervals that follow drift.")]
-Progress = Annotated[
-    bool | None, typer.Option("--progress/--no-progress", help="Default: only on a terminal.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-OutFolder = Annotated[Path | None, typer.Option("--out", help="Folder to keep the run in.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Take up the run in --out.")]
 
 app = typer.Typer(
     name="levelhead",
     cls=_Commands,
-    help="Forecast with SAMformer, always beside the straight line.",
+    help="Forecast with SAMformer, beside the straight line; look into attention weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -135,6 +125,7 @@ def forecast(
     horizon: Horizon,
     context: Context = "auto",
     time_column: TimeColumn = None,
+    channels: Channels = None,
     targets: Targets = None,
     freq: Freq = None,
     missing: Missing = "error",
@@ -156,7 +147,9 @@ def forecast(
     debug: Debug = False,
 ) -> None:
     """Forecast the next steps of every series in TABLE, with intervals and a report."""
-    options = _table_options(time_column, targets, freq, missing, sentinels, duplicates, layout)
+    options = _table_options(
+        time_column, channels, targets, freq, missing, sentinels, duplicates, layout
+    )
     numbers = _model_options(context, season, coverage, model, seed)
     from levelhead.forecasting.commands import forecast as work
 
@@ -171,8 +164,8 @@ def forecast(
         resume=resume,
         show_progress=progress,
     )
-    _tell([*run.settings.get("seen", []), *run.notes()])
-    typer.echo(_reported(run))
+    tell([*run.settings.get("seen", []), *run.notes()])
+    typer.echo(reported(run))
 
 
 @app.command()
@@ -185,6 +178,7 @@ def backtest(
     refit: Annotated[bool, typer.Option(help="Fit anew before each forecast.")] = False,
     context: Context = "auto",
     time_column: TimeColumn = None,
+    channels: Channels = None,
     targets: Targets = None,
     freq: Freq = None,
     missing: Missing = "error",
@@ -203,7 +197,9 @@ def backtest(
     debug: Debug = False,
 ) -> None:
     """Forecast the last rows of TABLE from those before them, and say how well that went."""
-    options = _table_options(time_column, targets, freq, missing, sentinels, duplicates, layout)
+    options = _table_options(
+        time_column, channels, targets, freq, missing, sentinels, duplicates, layout
+    )
     numbers = _model_options(context, season, coverage, model, seed)
     from levelhead.forecasting.backtest import backtest as work
 
@@ -221,10 +217,10 @@ def backtest(
         resume=_resumable(resume, out),
         show_progress=progress,
     )
-    _tell(result.notes)
+    tell(result.notes)
     if out is not None and result.run is not None:
-        _tell([str(_reported(result.run))])
-    _show(result.metrics.to_dict("records"), as_json)
+        tell([str(reported(result.run))])
+    show(result.metrics.to_dict("records"), as_json)
 
 
 @app.command()
@@ -258,7 +254,8 @@ def bench(
 
     length = len(read_table(table, time="ignore", sentinels="keep"))
     used = ltsf_split(table.name, length) if parts is None else (parts[0], parts[1], parts[2])
-    _tell([f"Split: {describe_split(used, length)}."])
+    if sum(used) <= length:
+        tell([f"Split: {describe_split(used, length)}."])
     rows = work(
         table,
         protocol=protocol,
@@ -272,8 +269,9 @@ def bench(
         show_progress=progress,
     )
     if out is not None:
-        _tell([str(_reported(Run.open(out)))])
-    _show([row.as_dict() for row in rows], as_json)
+        tell([str(reported(Run.open(out)))])
+    tell([f"auto took {r.took} at {r.horizon} (seed {r.seed})." for r in rows if r.model == "auto"])
+    show([row.as_dict() for row in rows], as_json)
 
 
 @app.command()
@@ -288,8 +286,8 @@ def demo(
     from levelhead.forecasting.commands import demo as work
 
     run = work(_folder(out, "levelhead-demo", False), show_progress=progress)
-    path = _reported(run)
-    _tell([*run.settings.get("seen", []), *run.notes()])
+    path = reported(run)
+    tell([*run.settings.get("seen", []), *run.notes()])
     typer.echo(path)
 
 
@@ -316,7 +314,7 @@ def data_list(
 
     found = [d for d in catalogue() if fnmatch(d.name.lower(), pattern.lower())]
     if as_json or not found:
-        _show([vars(dataset) for dataset in found], as_json)
+        show([vars(dataset) for dataset in found], as_json)
         return
     rows = [
         {
@@ -330,7 +328,7 @@ def data_list(
         }
         for dataset in found
     ]
-    _show(rows, as_json)
+    show(rows, as_json)
 
 
 @data_app.command("get")
@@ -366,6 +364,7 @@ def data_get(
         typer.echo(path)
 
 
+
 def main() -> None:
     """Run the command line; the entry point of the installed command `levelhead`."""
     for stream in (sys.stdout, sys.stderr):
@@ -379,6 +378,7 @@ def main() -> None:
 
 def _table_options(
     time_column: str | None,
+    channels: str | None,
     targets: str | None,
     freq: str | None,
     missing: str,
@@ -388,6 +388,7 @@ def _table_options(
 ) -> dict[str, Any]:
     return {
         "time_column": time_column,
+        "channels": None if channels is None else names(channels, "--channels", "HUFL,OT"),
         "targets": None if targets is None else names(targets, "--targets", "HUFL,OT"),
         "freq": int(freq) if freq is not None and freq.isdecimal() else freq,
         "missing": missing,
@@ -424,12 +425,6 @@ def _by_difference(advance: Callable[[int], object]) -> Callable[[int, int | Non
     return note
 
 
-def _reported(run: Any) -> Path:
-    from levelhead.report.document import write_report
-
-    return write_report(run)
-
-
 def _folder(given: Path | None, usual: str, resume: bool) -> Path:
     """Where a command writes: where it was told, else the first unused folder of the usual name."""
     _resumable(resume, given)
@@ -440,17 +435,3 @@ def _resumable(resume: bool, out: Path | None) -> bool:
     if resume and out is None:
         raise InputError("--resume needs --out: name the folder of the run to take up")
     return resume
-
-
-def _tell(sentences: Sequence[str]) -> None:
-    for sentence in sentences:
-        _say(sentence)
-
-
-def _show(rows: Sequence[Mapping[Any, Any]], as_json: bool) -> None:
-    """Print rows as a table or as JSON; leave with 3 where there are none."""
-    if rows or as_json:
-        typer.echo(json_text(rows) if as_json else table_text(rows))
-    if not rows:
-        _say("Nothing matched.")
-        raise typer.Exit(NOTHING_MATCHED)

@@ -75,6 +75,7 @@ def test_forecast_hands_over_what_was_given(fake: Fake, run: Run) -> None:
     options = {
         "--context": 48,
         "--time-column": "when",
+        "--channels": "a,d",
         "--targets": 'a,"b,c", d',
         "--freq": "h",
         "--missing": "ffill",
@@ -96,6 +97,7 @@ def test_forecast_hands_over_what_was_given(fake: Fake, run: Run) -> None:
         "arguments": (Path("t.csv"), 12),
         "context": 48,
         "time_column": "when",
+        "channels": ["a", "d"],
         "targets": ["a", "b,c", "d"],
         "freq": "h",
         "missing": "ffill",

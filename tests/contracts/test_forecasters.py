@@ -23,6 +23,11 @@ from levelhead.base.errors import DataError, InputError
 from levelhead.forecasting.forecaster import SAMformer
 from oracles import forecasting as oracle
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*cannot support a coverage"),
+    pytest.mark.filterwarnings("ignore:the model was fitted on other channels"),
+]
+
 MODELS = ("naive", "linear", "linear-revin", "samformer", "blend", "auto")
 H, L = 6, 24
 TRAINED = ("samformer", "blend", "auto")

@@ -45,6 +45,10 @@ class Interrupted(LevelheadError, KeyboardInterrupt):
 
     exit_code = 130
 
+    def __init__(self, message: str, signal: str | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
+
 
 class LevelheadWarning(UserWarning):
     """Something the user should know that does not stop the work."""

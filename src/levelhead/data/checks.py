@@ -76,7 +76,7 @@ def to_numbers(column: pd.Series[Any], name: str, time: pd.Index | None) -> Floa
     return numbers
 
 
-_CHOOSE = "choose the numeric columns with channels= (--targets) or drop this one"
+_CHOOSE = "choose the numeric columns with channels= (--channels) or drop this one"
 
 
 def _one_by_one(cells: NDArray[np.object_]) -> tuple[Floats, list[int]]:

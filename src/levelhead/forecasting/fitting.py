@@ -6,8 +6,10 @@ given one by one): each is a `Problem`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -73,6 +75,9 @@ class Problem(Protocol):
     @property
     def validation(self) -> WindowSource: ...
 
+    @property
+    def fingerprint(self) -> str: ...
+
     def line(self, kind: LineKind) -> Line: ...
 
     def refit_line(self, line: Line) -> Line:
@@ -106,6 +111,11 @@ class SeriesProblem:
     def validation(self) -> Windows:
         return self.windows(self.validation_rows, reach_back=True)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the series, by which a resumed training knows its data again."""
+        return hashlib.sha256(np.ascontiguousarray(self.series).tobytes()).hexdigest()
+
     @property
     def judged_series(self) -> FloatArray:
         """The channels whose forecasts count."""
@@ -134,6 +144,13 @@ class PairProblem:
     validation_count: int
     revin: bool = True
     device: torch.device | str = "cpu"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all windows and targets."""
+        found = hashlib.sha256(np.ascontiguousarray(self.contexts).tobytes())
+        found.update(np.ascontiguousarray(self.targets).tobytes())
+        return found.hexdigest()
 
     def _pairs(self, span: slice) -> Pairs:
         return Pairs(self.contexts[span], self.targets[span], revin=self.revin, device=self.device)
@@ -269,6 +286,7 @@ def _best_network(
             settings,
             state_path=None if state_dir is None else state_dir / f"training-rho-{rho:g}.state",
             resume=resume,
+            data="" if state_dir is None else problem.fingerprint,
             show_progress=show_progress,
         )
         if best is None or history.best_validation < best[1].best_validation:
@@ -322,11 +340,21 @@ def refit(
     plan: Plan,
     fitted: Fitted,
     *,
+    state_dir: Path | None = None,
+    resume: bool = False,
     show_progress: bool | None = None,
 ) -> Candidate:
     """`refit_on` for other rows of a series."""
     whole = replace(problem, train_rows=rows)
-    return refit_on(chosen, whole, plan, fitted, show_progress=show_progress)
+    return refit_on(
+        chosen,
+        whole,
+        plan,
+        fitted,
+        state_dir=state_dir,
+        resume=resume,
+        show_progress=show_progress,
+    )
 
 
 def refit_on(
@@ -335,6 +363,8 @@ def refit_on(
     plan: Plan,
     fitted: Fitted,
     *,
+    state_dir: Path | None = None,
+    resume: bool = False,
     show_progress: bool | None = None,
 ) -> Candidate:
     """The same kind of model on the training windows of `problem`, with every choice kept.
@@ -343,9 +373,16 @@ def refit_on(
     the number of epochs after which its validation error was best.
     """
     if isinstance(chosen, Blend):
-        members = tuple(
-            refit_on(m, problem, plan, fitted, show_progress=show_progress) for m in chosen.members
+        again = partial(
+            refit_on,
+            problem=problem,
+            plan=plan,
+            fitted=fitted,
+            state_dir=state_dir,
+            resume=resume,
+            show_progress=show_progress,
         )
+        members = tuple(again(m) for m in chosen.members)
         return replace(chosen, members=members)
     if isinstance(chosen, Line):
         return problem.refit_line(chosen)
@@ -367,6 +404,15 @@ def refit_on(
     epochs = fitted.history.best_epoch
     if epochs > 0:
         settings = replace(plan.training, rho=fitted.rho, seed=plan.seed, epochs=epochs)
-        fit_network(net, windows, None, settings, show_progress=show_progress)
+        fit_network(
+            net,
+            windows,
+            None,
+            settings,
+            state_path=None if state_dir is None else state_dir / "training-refit.state",
+            resume=resume,
+            data="" if state_dir is None else problem.fingerprint,
+            show_progress=show_progress,
+        )
     net.eval()
     return Network(net)

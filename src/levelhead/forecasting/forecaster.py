@@ -7,6 +7,7 @@ library, layout, units, names and time stamps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import NotFittedError
 
-from levelhead.base.arguments import is_whole
-from levelhead.base.errors import InputError
+from levelhead.base.errors import InputError, LevelheadWarning
 from levelhead.base.numerics import threads
 from levelhead.data.tables import Table, read_table
 from levelhead.data.windows import Scaler
@@ -28,9 +28,7 @@ from levelhead.forecasting import storage
 from levelhead.forecasting.borders import Borders, divide
 from levelhead.forecasting.candidates import Candidate, Network
 from levelhead.forecasting.fitting import (
-    MODELS,
     Fitted,
-    Plan,
     SeriesProblem,
     fit_models,
     refit,
@@ -38,10 +36,9 @@ from levelhead.forecasting.fitting import (
 )
 from levelhead.forecasting.intervals import Conformal, check_coverage, last_levels
 from levelhead.forecasting.judgement import candidate_errors
+from levelhead.forecasting.planning import FILLS, plan_for, usable_season, wanted_season
 from levelhead.forecasting.rolling import Backtest, plan_windows, roll
-from levelhead.forecasting.selection import Choice
 from levelhead.forecasting.state import FittedState, content_order
-from levelhead.training.loop import TrainingSettings
 
 __all__ = ["SAMformer"]
 
@@ -62,6 +59,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         horizon: H, steps to forecast.
         context: L, steps the model reads; "auto" takes the longest sensible one up to 512.
         model: "auto", "naive", "linear", "linear-revin", "samformer" or "blend".
+        channels: columns of the table to use at all; all by default.
         targets: channels to forecast; the others are read only. All by default.
         time_column, freq, layout, missing, sentinels, duplicates: how to read tables, see
             `levelhead.read_table`.
@@ -103,6 +101,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         context: int | Literal["auto"] = "auto",
         *,
         model: str = "auto",
+        channels: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         time_column: str | None = None,
         freq: Any = None,
@@ -127,6 +126,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         self.horizon = horizon
         self.context = context
         self.model = model
+        self.channels = channels
         self.targets = targets
         self.time_column = time_column
         self.freq = freq
@@ -173,9 +173,14 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         return self
 
     def read(self, X: Any) -> Table:
-        """The table as this estimator reads it."""
+        """The table as this estimator reads it; a `Table` without gaps is taken as it is."""
+        if self.missing not in FILLS:
+            raise InputError(f"missing must be one of {', '.join(FILLS)}, not {self.missing!r}")
+        if isinstance(X, Table) and self.channels is None and np.isfinite(X.values).all():
+            return X
         return read_table(
             X,
+            channels=self.channels,
             time_column=self.time_column,
             freq=self.freq,
             layout=self.layout,
@@ -205,7 +210,8 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
             None if len(judged) == len(names) else judged,
             self.device,
         )
-        plan = self._plan(min(season or 1, borders.context))
+        period, season_note = usable_season(self, season, borders.context)
+        plan = plan_for(self, period, len(names))
         fitted = fit_models(
             problem, plan, state_dir=state_dir, resume=resume, show_progress=show_progress
         )
@@ -232,59 +238,31 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
             again = partial(
                 refit, problem=problem, rows=(0, borders.rows), plan=plan, fitted=fitted
             )
-            chosen = again(chosen, show_progress=show_progress)
             beside = {n: again(c) for n, c in beside.items()}
+            chosen = again(chosen, state_dir=state_dir, resume=resume, show_progress=show_progress)
         self.errors_ = candidate_errors(state, fitted.candidates, series, borders)
-        self._state = replace(state, chosen=chosen, conformal=conformal, beside=beside)
-        self._describe(table, borders, fitted, choice)
+        notes = tuple(n for n in (*table.notes, borders.note, season_note) if n)
+        self._state = replace(
+            state, chosen=chosen, conformal=conformal, beside=beside, choice=choice, notes=notes
+        )
+        self._describe(table, borders, fitted)
 
     def _describe(
-        self, table: Table, borders: Borders, fitted: Fitted, choice: Choice | None
+        self,
+        table: Table,
+        borders: Borders,
+        fitted: Fitted,
     ) -> None:
-        self.channels_ = table.channels
-        self.targets_ = self._state.user_targets
-        self.context_, self.season_ = self._state.context, self._state.season
+        self._mirror(table.channels)
         self.borders_ = borders
-        self.chosen_ = self._state.chosen.name
-        self.choice_ = choice
         self.candidates_ = fitted.candidates
         self.history_ = fitted.history
-        notes = [*table.notes]
-        if borders.note is not None:
-            notes.append(borders.note)
-        self.notes_ = tuple(notes)
 
-    def _plan(self, season: int) -> Plan:
-        models = MODELS if self.model == "auto" else (self.model,)
-        unknown = set(models) - set(MODELS)
-        if unknown:
-            raise InputError(
-                f"unknown model {self.model!r}: choose auto or one of {', '.join(MODELS)}"
-            )
-        if self.start not in ("linear", "glorot"):
-            raise InputError(f"start must be 'linear' or 'glorot', {self.start!r} was given")
-        if self.rho != "auto" and not (isinstance(self.rho, int | float) and self.rho >= 0):
-            raise InputError(f"rho must be 'auto' or a number >= 0, {self.rho!r} was given")
-        training = TrainingSettings(
-            epochs=self.epochs,
-            patience=self.patience,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            minimal_rate=min(1e-6, self.learning_rate),
-            steps_per_epoch=256,
-        )
-        net = {"width": self.width, "revin_affine": self.revin_affine}
-        return Plan(
-            models,
-            season,
-            training,
-            self.start,
-            self.rho,
-            net,
-            self.random_state,
-            self.device,
-            beside=("naive", "linear"),
-        )
+    def _mirror(self, channels: tuple[str, ...]) -> None:
+        state = self._state
+        self.channels_, self.targets_ = channels, state.user_targets
+        self.context_, self.season_ = state.context, state.season
+        self.chosen_, self.choice_, self.notes_ = state.chosen.name, state.choice, state.notes
 
     def _targets(self, table: Table) -> tuple[str, ...]:
         if self.targets is None:
@@ -293,13 +271,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         return table.select(wanted).channels
 
     def _season(self, table: Table) -> int | None:
-        if self.season is None or self.season == "auto":
-            return table.season
-        if not is_whole(self.season):
-            raise InputError(
-                f"season must be 'auto' or a positive whole number, {self.season!r} was given"
-            )
-        return self.season
+        return wanted_season(self, table.season)
 
     # ── forecasting ─────────────────────────────────────────────────────────────────────────────
 
@@ -340,6 +312,14 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
             "forecast": forecast.ravel(),
             **{name: values.ravel() for name, values in others.items()},
         }
+        unfounded = [c for c in levels if not state.conformal.supports(c)]
+        if unfounded:
+            warnings.warn(
+                f"{state.conformal.count} calibration windows cannot support a coverage of "
+                f"{', '.join(map(str, unfounded))}: the largest error seen stands for it",
+                LevelheadWarning,
+                stacklevel=2,
+            )
         for level in levels:
             moved = self._adapted(X, table, level) if adaptive else None
             half = state.half_widths(names, level, moved) * deviation * scaler.deviation[:, None]
@@ -409,7 +389,10 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
     def check(self, table: Table) -> Borders:
         """Whether `table` can be fitted: names targets and rows that do not suit, fits nothing."""
         self._targets(table)
-        return divide(len(table), self.horizon, self.context, self._season(table))
+        season = self._season(table)
+        borders = divide(len(table), self.horizon, self.context, season)
+        usable_season(self, season, borders.context)
+        return borders
 
     def attention(self, X: Any) -> tuple[FloatArray, tuple[str, ...]]:
         """Mean A(X) `[D, D]` of SAMformer over the last windows of `X`, and the channels' names.
@@ -439,10 +422,7 @@ class SAMformer(BaseEstimator):  # type: ignore[misc]
         params, state = storage.load(Path(path), device=device)
         made = cls(**params)
         made._state = state
-        made.channels_ = state.tail.channels
-        made.targets_ = state.user_targets
-        made.context_, made.season_ = state.context, state.season
-        made.chosen_ = state.chosen.name
+        made._mirror(state.tail.channels)
         return made
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────

@@ -77,6 +77,10 @@ class Conformal:
         wanted = np.full(channels, coverage) if levels is None else levels
         return np.stack([self.grid[self._position(float(c)), d] for d, c in enumerate(wanted)])
 
+    def supports(self, coverage: float) -> bool:
+        """Whether so many windows have an error of the rank that this coverage needs."""
+        return math.ceil((self.count + 1) * coverage - 1e-9) <= self.count
+
     def _position(self, level: float) -> int:
         """Place of the ⌈(N+1)c⌉-th smallest score, the largest if there are too few windows.
 

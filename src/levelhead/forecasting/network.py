@@ -48,6 +48,7 @@ def fit_network(
     *,
     state_path: Path | None = None,
     resume: bool = False,
+    data: str = "",
     show_progress: bool | None = None,
 ) -> History:
     """Train `net` on `windows` by the error of the denormalised forecast (mean over D and H)."""
@@ -74,6 +75,7 @@ def fit_network(
         settings,
         state_path=state_path,
         resume=resume,
+        data=data,
         label="SAMformer",
         show_progress=show_progress,
     )

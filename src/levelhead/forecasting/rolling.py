@@ -93,6 +93,10 @@ def plan_windows(
             raise InputError(f"{name} must be a positive whole number, {value!r} was given")
     if windows is not None and test_rows is not None:
         raise InputError("give either windows or test_rows, not both")
+    if test_rows is not None and test_rows < horizon:
+        raise InputError(
+            f"test_rows={test_rows} cannot hold a forecast of {horizon} steps: give at least that"
+        )
     apart = horizon if step is None else step
     if windows is None:
         region = max(horizon, rows // 5) if test_rows is None else test_rows

@@ -22,6 +22,9 @@ __all__ = ["Choice", "Entrant", "blend_weights", "block_means", "choose", "relat
 FloatArray = NDArray[np.float64]
 
 _MOST_BLOCKS = 12
+
+TRAINED = 2
+"""Simplicity from which a candidate is trained step by step; below it lie closed forms."""
 _STILL = 1e-6
 
 
@@ -81,7 +84,8 @@ def choose(entrants: Sequence[Entrant]) -> Choice:
     """The simplest entrant within one standard error of the best; the better of equally simple.
 
     One standard error is widened to Student's t at the same level (84 % one-sided), since a spread
-    over two or three blocks is hardly known.
+    over two or three blocks is hardly known. Over a single block it is not known at all: then the
+    better of the closed forms is taken, since nothing speaks for a trained model.
     """
     errors = np.stack([e.errors for e in entrants], axis=1)
     count, means = len(errors), errors.mean(axis=0)
@@ -92,8 +96,13 @@ def choose(entrants: Sequence[Entrant]) -> Choice:
         standard = spread * student_t.ppf(normal.cdf(1.0), count - 1)
     else:
         standard = np.full(len(means), np.inf)
-    within = [i for i in range(len(entrants)) if excess[i] <= standard[i] or i == best]
-    chosen = min(within, key=lambda i: (entrants[i].simplicity, means[i]))
+    everyone = range(len(entrants))
+    if count > 1:
+        within = [i for i in everyone if excess[i] <= standard[i] or i == best]
+        chosen = min(within, key=lambda i: (entrants[i].simplicity, means[i]))
+    else:
+        closed = [i for i in everyone if entrants[i].simplicity < TRAINED] or list(everyone)
+        chosen = min(closed, key=lambda i: means[i])
     names = [e.name for e in entrants]
     return Choice(
         names[chosen],

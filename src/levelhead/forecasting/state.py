@@ -8,6 +8,7 @@ contents, not on their places: a permuted table gives the same arithmetic and bi
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from levelhead.base.errors import InputError
+from levelhead.base.errors import InputError, LevelheadWarning
 from levelhead.data.tables import Table
 from levelhead.data.windows import Pairs, Scaler, Windows
 from levelhead.forecasting.candidates import Blend, Candidate, Network, chunk_size
 from levelhead.forecasting.intervals import Conformal, Scores
+from levelhead.forecasting.selection import Choice
 
 __all__ = ["FittedState", "content_order"]
 
@@ -63,6 +65,8 @@ class FittedState:
     tail: Table
     any_channels: bool
     beside: Mapping[str, Candidate] = field(default_factory=dict)
+    choice: Choice | None = None
+    notes: tuple[str, ...] = ()
     device: str = "cpu"
 
     @property
@@ -101,6 +105,13 @@ class FittedState:
                 f"the table {_difference(missing, names, self.channels)}: give the fitted "
                 "channels, or fit with revin_affine=False and without targets="
             )
+        warnings.warn(
+            f"the model was fitted on other channels: the table "
+            f"{_difference(missing, names, self.channels)}; channels that were not fitted are "
+            "scaled by their own rows",
+            LevelheadWarning,
+            stacklevel=4,
+        )
         order = content_order(table.values, names)
         chosen = [names[i] for i in order]
         values = np.ascontiguousarray(table.values.T[order])
@@ -120,7 +131,8 @@ class FittedState:
         """(forecasts `[N, D, H]`, deviations `[N, D, 1]`) of windows `[N, D, L]`, standardised."""
         used = self.chosen if candidate is None else candidate
         empty = np.empty((*contexts.shape[:2], self.horizon))
-        pairs = Pairs(contexts, empty, device=self.device)
+        # In float64 the naive forecast is exact and so is the line; a network casts for itself.
+        pairs = Pairs(contexts, empty, dtype=torch.float64, device=self.device)
         made, scales = [], []
         size = chunk_size(pairs.channels, self.context, self.horizon)
         for index in torch.split(torch.arange(len(pairs)), size):

@@ -23,6 +23,7 @@ from levelhead.data.tables import Form, Table
 from levelhead.data.windows import Scaler
 from levelhead.forecasting.candidates import Blend, Candidate, Line, Network, SeasonalNaive
 from levelhead.forecasting.intervals import Conformal
+from levelhead.forecasting.selection import Choice
 from levelhead.forecasting.state import FittedState
 from levelhead.nn.samformer import SAMformerNet
 
@@ -56,6 +57,8 @@ def save(folder: Path, params: Mapping[str, Any], state: FittedState) -> Path:
         "horizon": state.horizon,
         "season": state.season,
         "any_channels": state.any_channels,
+        "choice": None if state.choice is None else asdict(state.choice),
+        "notes": list(state.notes),
         "calibration_windows": None if state.conformal is None else state.conformal.count,
         "candidate": candidate,
         "beside": beside,
@@ -86,7 +89,7 @@ def load(folder: Path, *, device: str = "cpu") -> tuple[dict[str, Any], FittedSt
         record = json.loads((folder / _JSON).read_text(encoding="utf-8"))
         packed = (folder / _ARRAYS).read_bytes()
         arrays = load_arrays(packed)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StoredFileError(
             f"{folder} holds no saved forecaster ({Path(error.filename).name} is missing): give "
             "the folder that save() wrote"
@@ -149,6 +152,8 @@ def _state(record: dict[str, Any], arrays: Arrays, device: str) -> FittedState:
         tail=tail,
         any_channels=bool(record["any_channels"]),
         beside=beside,
+        choice=None if record["choice"] is None else Choice(**record["choice"]),
+        notes=tuple(record["notes"]),
         device=device,
     )
 

@@ -126,6 +126,7 @@ def train(
     *,
     state_path: Path | None = None,
     resume: bool = False,
+    data: str = "",
     label: str = "training",
     show_progress: bool | None = None,
 ) -> History:
@@ -138,6 +139,7 @@ def train(
         validate: smaller is better; None trains for `settings.epochs` and keeps the last weights.
         state_path: where to keep the resumable state; None keeps none.
         resume: go on from `state_path` if it exists, to the numbers of an uninterrupted run.
+        data: a fingerprint of the data; a state that was written for other data is refused.
 
     Raises:
         DivergenceError: a loss or a weight is not finite; the weights are the best ones so far.
@@ -146,7 +148,7 @@ def train(
     """
     if count < 1:
         raise InputError("there is no window to train on: shorten context or horizon")
-    run = _Run(model, batch_loss, count, validate, settings, state_path)
+    run = _Run(model, batch_loss, count, validate, settings, state_path, data)
     if resume and state_path is not None and state_path.exists():
         run.load()
     else:
@@ -177,9 +179,11 @@ class _Run:
         validate: Callable[[], float] | None,
         settings: TrainingSettings,
         state_path: Path | None,
+        data: str = "",
     ) -> None:
         self.model, self.batch_loss, self.count = model, batch_loss, count
         self.validate, self.settings, self.state_path = validate, settings, state_path
+        self.data = data
         self.optimizer = _optimizer(model, settings)
         self.history = History()
         self.best: dict[str, torch.Tensor] = {}
@@ -285,10 +289,11 @@ class _Run:
         done = len(self.history.epochs) - 1
         if self.state_path is None:
             return Interrupted(
-                f"{signal} after {done} epochs: no state was asked for, none is kept"
+                f"{signal} after {done} epochs: no state was asked for, none is kept", signal
             )
         return Interrupted(
-            f"{signal} after {done} epochs: the state is in {self.state_path.name}, resume to go on"
+            f"{signal} after {done} epochs: the state is in {self.state_path}, resume to go on",
+            signal,
         )
 
     def save(self, path: Path) -> None:
@@ -301,6 +306,7 @@ class _Run:
             "version": _STATE_VERSION,
             "settings": asdict(self.settings),
             "count": self.count,
+            "data": self.data,
             "history": asdict(self.history),
         }
         tensors = {k: v.detach().contiguous().cpu().clone() for k, v in tensors.items()}
@@ -324,6 +330,11 @@ class _Run:
 
     def _restore(self, record: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
         expected = {"version": _STATE_VERSION, "settings": asdict(self.settings)}
+        if record["data"] != self.data:
+            raise StoredFileError(
+                f"{self.state_path} was written for other data: resume with the same table, or "
+                "delete the file"
+            )
         for name, value in (expected | {"count": self.count}).items():
             if record[name] != value:
                 raise StoredFileError(

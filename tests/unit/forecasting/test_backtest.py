@@ -44,7 +44,7 @@ def test_what_is_written(tmp_path: Path, tz: str | None) -> None:
     np.testing.assert_array_equal(frame["linear"], made.frame["linear"])
     metrics = pd.read_csv(tmp_path / "out" / "metrics.csv")
     pd.testing.assert_frame_equal(metrics, made.metrics, check_dtype=False)
-    assert stored.notes() == list(made.notes)
+    assert stored.notes() == [f"{note}." for note in made.notes]
     read = {(r.where["model"], r.where["channel"], r.name): r.value for r in stored.readings()}
     key = ("linear", "oil", "coverage_90")
     own = made.metrics.set_index(["model", "channel"]).loc[key[:2], key[2]]
@@ -53,7 +53,7 @@ def test_what_is_written(tmp_path: Path, tz: str | None) -> None:
     assert stored.settings["coverage"] == [0.5, 0.9]
     assert [f.name for f in stored.figures()] == ["errors", "coverage_50", "coverage_90"]
     by_step = made.by_step[(made.by_step.level == 90) & (made.by_step.channel == "oil")]
-    np.testing.assert_array_equal(stored.array("coverage_90")[1], by_step["coverage"])
+    np.testing.assert_array_equal(stored.array("coverage_90")[2], by_step["coverage"])
     page = write_report(stored).read_text(encoding="utf-8")
     assert "Coverage of the 90 % intervals" in page
     assert not (tmp_path / "out" / "training").exists()

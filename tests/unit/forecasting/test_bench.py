@@ -224,7 +224,7 @@ def test_rows_and_settings_are_stored(values: np.ndarray, tmp_path: Path) -> Non
     for reading in stored.readings():
         found.setdefault(tuple(reading.where.values()), {})[reading.name] = reading.value
     assert found == {
-        (r.model, r.horizon, r.seed): {
+        (r.model, r.horizon, r.seed, r.took): {
             "mse": r.mse,
             "mae": r.mae,
             "seconds": r.seconds,

@@ -20,6 +20,11 @@ from levelhead.forecasting.forecaster import SAMformer
 from levelhead.forecasting.lines import fit_line
 from oracles import forecasting as oracle
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*cannot support a coverage"),
+    pytest.mark.filterwarnings("ignore:the model was fitted on other channels"),
+]
+
 H, L = 6, 24
 NAMES = ["load", "oil", "wind"]
 
@@ -248,9 +253,9 @@ def test_calibration_rows_choose_nothing(model: str) -> None:
     two = make(model, refit=False).fit(other)
     assert one.choice_ == two.choice_
     assert one.chosen_ == two.chosen_
-    assert one.history_ is not None
-    assert two.history_ is not None
-    assert one.history_.best_epoch == two.history_.best_epoch
+    assert (one.history_ is None) == (model == "auto")  # one channel has nothing to attend to
+    if one.history_ is not None and two.history_ is not None:
+        assert one.history_.best_epoch == two.history_.best_epoch
     for name in ("linear", "linear-revin"):
         if name in one.candidates_:
             lines = one.candidates_[name], two.candidates_[name]

@@ -64,7 +64,7 @@ def test_the_last_window_ends_with_the_table(given: dict[str, int], cutoffs: Any
         ({"windows": True}, "windows must be a positive whole number, True"),
         ({"windows": 2, "test_rows": 20}, "either windows or test_rows"),
         ({"windows": 99}, "100 rows cannot hold 99 test windows of horizon 10"),
-        ({"test_rows": 5}, "100 rows cannot hold 1 test windows of horizon 10"),
+        ({"test_rows": 5}, "test_rows=5 cannot hold a forecast of 10 steps"),
     ],
 )
 def test_windows_that_cannot_be(given: dict[str, Any], said: str) -> None:

@@ -245,3 +245,15 @@ def test_one_model_leaves_nothing_to_choose() -> None:
     chosen, choice, _ = select(Fitted({"naive": naive}), plan, _Recorded(40))  # type: ignore[arg-type]
     assert chosen is naive
     assert choice is None
+
+
+def test_one_block_tells_nothing_for_a_trained_model() -> None:
+    """Then the better closed form is taken: neither the simplest nor the best of all."""
+    choice = choose(
+        [
+            Entrant("naive", 0, np.array([9.0])),
+            Entrant("linear", 1, np.array([1.0])),
+            Entrant("samformer", 2, np.array([0.5])),
+        ]
+    )
+    assert (choice.chosen, choice.best, choice.blocks) == ("linear", "samformer", 1)

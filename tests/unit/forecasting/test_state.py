@@ -16,6 +16,11 @@ from levelhead.forecasting.forecaster import SAMformer
 from levelhead.forecasting.state import FittedState, content_order
 from oracles import forecasting as oracle
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*cannot support a coverage"),
+    pytest.mark.filterwarnings("ignore:the model was fitted on other channels"),
+]
+
 H, L = 6, 24
 
 

@@ -20,6 +20,11 @@ from levelhead.forecasting.candidates import Blend, Line, Network
 from levelhead.forecasting.forecaster import SAMformer
 from oracles import forecasting as oracle
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*cannot support a coverage"),
+    pytest.mark.filterwarnings("ignore:the model was fitted on other channels"),
+]
+
 H, L = 3, 8
 ARRAYS, JSON = "model.safetensors", "model.json"
 
@@ -145,7 +150,7 @@ def test_parameters_come_back(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "targets": ["load"],
         "freq": "h",
-        "season": 12,
+        "season": 6,
         "refit": False,
         "random_state": 7,
         "num_threads": None,

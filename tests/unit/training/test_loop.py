@@ -373,7 +373,7 @@ def test_interrupted_and_resumed_gives_the_same_bits(
     done = step // STEPS
     name = signal.Signals(number).name
     assert (
-        str(caught.value) == f"{name} after {done} epochs: the state is in a.state, resume to go on"
+        str(caught.value) == f"{name} after {done} epochs: the state is in {state}, resume to go on"
     )
     assert caught.value.exit_code == 130
     assert state.is_file()
@@ -620,3 +620,10 @@ if __name__ == "__main__":
         return loss
 
     Problem(at={int(step): die}).train(state_path=Path(here))
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / "a.state"
+    Problem().train(state_path=state, data="one")
+    with pytest.raises(StoredFileError, match="was written for other data"):
+        Problem().train(state_path=state, resume=True, data="two")
