@@ -26,6 +26,10 @@ __all__ = [  # noqa: RUF022 - in groups, in the order in which one meets them
     # data: a user's table, read and checked
     "read_table",
     "Table",
+    # analysis: the heads of any checkpoint, in numbers that do not depend on the basis
+    "inspect",
+    "compare",
+    "AttentionView",
     # networks: the bare modules, for a loop of your own
     "SAMformerNet",
     "ReversibleNorm",
@@ -54,12 +58,15 @@ if TYPE_CHECKING:
     from levelhead.forecasting.commands import demo, forecast
     from levelhead.forecasting.forecaster import SAMformer
     from levelhead.forecasting.regressor import SAMformerRegressor
+    from levelhead.inspection.compare import compare
+    from levelhead.inspection.inspect import inspect
     from levelhead.nn.reversible_norm import ReversibleNorm
     from levelhead.nn.samformer import SAMformerNet
     from levelhead.nn.sigma_reparam import remove_sigma_reparam, sigma_reparam
     from levelhead.report.document import write_report as report
     from levelhead.training.loop import TrainingSettings, train
     from levelhead.training.sam import SAM
+    from levelhead.weights.attention_view import AttentionView
 
 _HOME = {
     "SAMformer": "forecasting.forecaster",
@@ -70,6 +77,9 @@ _HOME = {
     "demo": "forecasting.commands",
     "read_table": "data.tables",
     "Table": "data.tables",
+    "inspect": "inspection.inspect",
+    "compare": "inspection.compare",
+    "AttentionView": "weights.attention_view",
     "SAMformerNet": "nn.samformer",
     "ReversibleNorm": "nn.reversible_norm",
     "remove_sigma_reparam": "nn.sigma_reparam",

@@ -28,6 +28,7 @@ from levelhead.base.console import (
 from levelhead.base.errors import InputError, LevelheadError
 from levelhead.base.files import unused_folder
 from levelhead.base.records import Run
+from levelhead.cli_analysis import register
 from levelhead.cli_shared import (
     DEBUG,
     AsJson,
@@ -363,6 +364,8 @@ def data_get(
             )
         typer.echo(path)
 
+
+register(app)
 
 
 def main() -> None:

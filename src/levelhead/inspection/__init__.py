@@ -1,0 +1,1 @@
+"""From a checkpoint to what its heads are like: inspect one, compare two, verify the catalogue."""

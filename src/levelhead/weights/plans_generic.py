@@ -1,0 +1,184 @@
+"""Rows of the table of layouts: PyTorch's own layers, forecasters, low-rank projections, GGUF."""
+
+from __future__ import annotations
+
+from levelhead.weights.facts import (
+    causal,
+    full,
+    no_position,
+    norm,
+    qk_norm,
+)
+from levelhead.weights.layer import Layer, Sizes
+from levelhead.weights.low_rank import LowRank, latent_scale, read_latent, rotated_rows
+from levelhead.weights.plan import Plan, no_kv_groups
+from levelhead.weights.rope import rope
+from levelhead.weights.stores import Fused, PackedProjection, Plain, Separate
+from levelhead.weights.structure import InputNorm, Mask, Position
+
+__all__ = ["GENERIC"]
+
+
+# ── PyTorch ──
+
+
+def _encoder_norm(layer: Layer) -> InputNorm:
+    """TransformerEncoderLayer: norm1 before (norm_first), or the previous layer's norm2 after."""
+    first = layer.settings.get("norm_first")
+    if first:
+        layer_norm = norm("layer", "{stem}norm1", "{stem}layers.{n}.norm1", eps_setting="")(layer)
+        layer.note("input_norm", "read", "module attribute norm_first")
+        return layer_norm
+    found = norm("layer", "{stem}layers.{n-1}.norm2", position="post", eps_setting="")(layer)
+    if first is None:
+        layer.note("input_norm", "assumed", "norm_first False, as torch.nn does by default")
+    return found
+
+
+def _torch_mask(layer: Layer) -> Mask:
+    layer.note("mask", "assumed", "the mask is an argument of forward, not part of the weights")
+    return Mask()
+
+
+# ── a forecaster's rows ──
+
+
+def _tied(layer: Layer) -> bool:
+    return not layer.has("key")
+
+
+def _patchtst_norm(layer: Layer) -> InputNorm:
+    """A LayerNorm before the layer; BatchNorm (the default) is affine in use and not folded."""
+    if layer.has("{stem}layers.{n}.norm_sublayer1.batchnorm.weight"):
+        layer.note(
+            "input_norm", "inferred", "BatchNorm, an affine map that is not part of the view"
+        )
+        return InputNorm("none")
+    if not layer.settings.get("pre_norm", True):
+        return norm("layer", "{stem}layers.{n-1}.norm_sublayer3", position="post")(layer)
+    return norm("layer", "{stem}layers.{n}.norm_sublayer1", eps_setting="norm_eps")(layer)
+
+
+# ── GGUF ──
+
+# llama.cpp rotates neighbouring dimensions in these architectures, halves in the others.
+_NEIGHBOURS = ("llama", "mistral3", "deepseek2", "cohere2", "command-r", "glm4", "minicpm")
+
+
+def _gguf_position(layer: Layer, sizes: Sizes) -> Position:
+    kind = str(layer.settings.get("general.architecture", ""))
+    if kind in ("gpt2", "bert", "bloom", "mpt"):
+        return no_position(layer, sizes)
+    return rope("interleaved" if kind in _NEIGHBOURS else "half")(layer, sizes)
+
+
+def _gguf_mask(layer: Layer) -> Mask:
+    kind = str(layer.settings.get("general.architecture", ""))
+    return full(layer) if "bert" in kind else causal(layer)
+
+
+def _gguf_refuses(layer: Layer) -> str | None:
+    kind = str(layer.settings.get("general.architecture", ""))
+    if kind in ("bloom", "mpt", "t5", "t5encoder", "gemma2", "gemma3"):
+        return f"positions, masks and scales of the GGUF architecture {kind} are not modelled"
+    return None
+
+
+_GGUF = ("{stem}blk.{n}",)
+_GGUF_NORM = norm("rms", "{stem}blk.{n}.attn_norm")
+
+GENERIC: tuple[Plan, ...] = (
+    Plan(
+        "deepseek",
+        ("{stem}layers.{n}.self_attn",),
+        LowRank(),
+        ("deepseek_v2", "deepseek_v3"),
+        kv_heads=no_kv_groups,
+        position=rope("interleaved", dims=rotated_rows),
+        mask=causal,
+        scale=latent_scale,
+        latent=read_latent,
+        input_norm=norm("rms", "{stem}layers.{n}.input_layernorm"),
+    ),
+    Plan(
+        "deepseek",
+        ("{stem}layers.{n}.self_attn",),
+        LowRank(compressed_queries=False),
+        ("deepseek_v2", "deepseek_v3"),
+        kv_heads=no_kv_groups,
+        position=rope("interleaved", dims=rotated_rows),
+        mask=causal,
+        scale=latent_scale,
+        latent=read_latent,
+        input_norm=norm("rms", "{stem}layers.{n}.input_layernorm"),
+    ),
+    Plan(
+        "patchtst",
+        ("{stem}layers.{n}.self_attn",),
+        Separate("q_proj", "k_proj", "v_proj", "out_proj"),
+        ("patchtst",),
+        requires=("{stem}layers.{n}.ff.0.weight",),
+        kv_heads=no_kv_groups,
+        input_norm=_patchtst_norm,
+    ),
+    Plan(
+        "torch_encoder",
+        ("{stem}layers.{n}.self_attn",),
+        PackedProjection(),
+        kv_heads=no_kv_groups,
+        mask=_torch_mask,
+        input_norm=_encoder_norm,
+    ),
+    Plan(
+        "torch_cross",
+        ("{stem}layers.{n}.multihead_attn",),
+        PackedProjection(),
+        kv_heads=no_kv_groups,
+        cross=True,
+    ),
+    Plan(
+        "torch_mha",
+        ("",),
+        PackedProjection(),
+        kv_heads=no_kv_groups,
+        mask=_torch_mask,
+    ),
+    Plan(
+        "torch_mha_separate",
+        ("",),
+        PackedProjection(separate=True),
+        kv_heads=no_kv_groups,
+        cross=True,
+    ),
+    Plan(
+        "samformer",
+        ("",),
+        Plain("query", "key", "value", "output"),
+        ("samformer",),
+        requires=("head",),
+        kv_heads=no_kv_groups,
+        tied=_tied,
+    ),
+    Plan(
+        "gguf",
+        _GGUF,
+        Separate("attn_q", "attn_k", "attn_v", "attn_output"),
+        ("gguf",),
+        position=_gguf_position,
+        mask=_gguf_mask,
+        qk_norm=qk_norm("rms", "attn_q_norm", "attn_k_norm"),
+        clues=(("attn_q_norm.weight", 0, "head_dim"),),
+        input_norm=_GGUF_NORM,
+        refuse=_gguf_refuses,
+    ),
+    Plan(
+        "gguf",
+        _GGUF,
+        Fused("attn_qkv", "attn_output"),
+        ("gguf",),
+        position=_gguf_position,
+        mask=_gguf_mask,
+        input_norm=_GGUF_NORM,
+        refuse=_gguf_refuses,
+    ),
+)
