@@ -210,7 +210,7 @@ def test_backtest_as_json_is_strict(fake: Fake) -> None:
 
 def bench_rows(count: int) -> list[Any]:
     row = dict(zip(KEYS, ["linear", 2, 0, 0.36451, 0.39, 1.5, 100, 7], strict=True))
-    return [SimpleNamespace(as_dict=lambda: dict(row)) for _ in range(count)]
+    return [SimpleNamespace(**row, as_dict=lambda: dict(row)) for _ in range(count)]
 
 
 def fake_bench(fake: Fake, rows: list[Any]) -> dict[str, Any]:
@@ -251,6 +251,15 @@ def test_bench_prints_json_alone(fake: Fake, table: Path) -> None:
         "resume": False,
         "show_progress": None,
     }
+
+
+def test_bench_says_what_auto_took(fake: Fake, table: Path) -> None:
+    (row,) = bench_rows(1)
+    row.model, row.took = "auto", "linear-revin"
+    fake_bench(fake, [row])
+    result = call("bench", table, "--json")
+    assert "auto took linear-revin at 2 (seed 0)." in result.stderr
+    assert [list(r) for r in json.loads(result.stdout)] == [KEYS]
 
 
 def test_bench_prints_a_table_and_the_split_given(fake: Fake, table: Path) -> None:

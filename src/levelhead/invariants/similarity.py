@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 DUPLICATE = 1e-6
+_ZERO = 1e-13
 
 
 def procrustes_distances(stack: LowRankStack) -> Tensor:
@@ -56,7 +57,9 @@ def procrustes_distances(stack: LowRankStack) -> Tensor:
     """
     with torch.no_grad():
         u, sigma, v = stack.svd()
-        root = sigma.sqrt()[:, None, :]
+        # The root of a σ that is rounding would be far more than rounding.
+        alive = sigma > _ZERO * sigma[:, :1]
+        root = (sigma * alive).sqrt()[:, None, :]
         left, right = (u * root).mT, (v * root).mT
         nuclear = sigma.sum(-1)
         rows = []
@@ -263,6 +266,7 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
             _SIZES[which],
             _several,
             pair,  # type: ignore[arg-type]
+            tolerance=1e-7,
             span=1.0,
             gradient=False,
         ),

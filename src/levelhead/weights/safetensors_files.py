@@ -20,16 +20,19 @@ _LIMIT = 100_000_000  # bytes of a header or an index, as the safetensors format
 
 def open_safetensors(path: Path) -> Weights:
     """The tensors of one file, memory mapped. Raises StoredFileError if it is damaged."""
+    file: Any
     try:
-        # Left open on purpose: the map lives as long as the `Weights`.
-        file: Any = safe_open(path, framework="pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, *BROKEN) as error:
         raise unreadable(path, error) from error
 
     def get(name: str) -> Tensor:
+        # Opened anew each time: a map that stays open keeps every page that was read resident.
         try:
-            tensor: Tensor = file.get_tensor(name)
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, *BROKEN) as error:
             raise unreadable(path, f"tensor {name}: {error}") from error
         return tensor
