@@ -30,7 +30,6 @@ from levelhead.invariants.entry import (
     Invariant,
     Verdict,
     always,
-    declare,
 )
 from levelhead.invariants.raw import RAW, has_raw_tensor
 from levelhead.invariants.spectral import stack_of
@@ -124,7 +123,6 @@ def _ranks(view: AttentionView, which: Which) -> Tensor:
 # ── rows of the catalogue ──
 
 INVARIANT, VARIANT, GENERIC = Verdict.INVARIANT, Verdict.VARIANT, Verdict.GENERIC
-_LOOSE = ("qk_scale", "score_scale", "input_gain", "input_mean", "qk_mean")
 _READS = {"qk": frozenset({"q", "k"}), "ov": frozenset({"v", "o"})}
 _UNIT = {"qk": "q·k per x²", "ov": "y per x"}
 _STACK = {"qk": "𝓑", "ov": "𝓜"}
@@ -206,12 +204,10 @@ def _fits(what: What) -> tuple[Invariant, ...]:
     raw = what == "raw"
     fixed = what == "ov"
     sized = RAW if raw else OV_MAP if fixed else QK_FORM
-    # How strongly a fit of T feels a rotation, and its shape a move at all, depends on the fit; a
-    # common factor of all heads changes no shape, scales of single heads do.
-    if raw:
-        sized = declare(sized, qk_rotation=GENERIC, rotary_phase=GENERIC)
+    # How strongly a fit of T feels a move depends on whose components it holds, and so does whether
+    # the shape of any fit feels scales of single heads.
     shape = {n: GENERIC if v is VARIANT else v for n, v in sized.items()}
-    felt = declare(sized, **dict.fromkeys(_LOOSE, GENERIC))
+    sized = shape if raw else sized
     symbol = "T" if raw else _STACK[what]
 
     def row(name: str, of: Callable[[CPTensor], Tensor], formula: str, **more: Any) -> Invariant:
@@ -243,7 +239,7 @@ def _fits(what: What) -> tuple[Invariant, ...]:
         return torch.tensor(fit.degeneracy, dtype=torch.float64)
 
     rows = [
-        row("error", error, "‖{0} - fit‖/‖{0}‖ at rank 4", symmetries=felt),
+        row("error", error, "‖{0} - fit‖/‖{0}‖ at rank 4"),
         row(
             "weights",
             lambda fit: fit.weights,

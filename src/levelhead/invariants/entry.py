@@ -44,7 +44,7 @@ class Verdict(Enum):
 
     INVARIANT = "invariant"
     VARIANT = "variant"
-    GENERIC = "generic"  # variant, though weights without structure may hide it: not tested
+    GENERIC = "variant in general"  # though special weights or fits may hide it: not tested
     NOT_APPLICABLE = "not applicable"
 
     def __str__(self) -> str:

@@ -179,7 +179,7 @@ def _balanced_qk(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int,
             right = view.k[group, rows]
             pair = _plane(left, right, view) if block in blocks.planes else None
             if pair is None:
-                pair = _balanced(left, right, view.tied)
+                pair = _balanced(left, right, view.tied, carried)
                 if carried and not view.tied and _deficient(pair.values):
                     kept.append(group)
                     pair = replace(pair, left=left, right=right, **_still(pair.forth))
@@ -199,7 +199,8 @@ def _balanced_ov(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int,
     values, kept = view.v.new_zeros(view.groups, view.d_v), []
     for group in range(view.groups):
         members = list(view.members(group))
-        pair = _balanced(view.o[members].movedim(2, 0).flatten(1), view.v[group], False)
+        left = view.o[members].movedim(2, 0).flatten(1)
+        pair = _balanced(left, view.v[group], False, bias is not None)
         values[group] = pair.values
         if bias is not None and _deficient(pair.values):
             kept.append(group)
@@ -211,8 +212,11 @@ def _balanced_ov(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int,
     return replace(view, o=o, v=v, v_bias=bias), values, tuple(kept)
 
 
-def _balanced(left: Tensor, right: Tensor, tied: bool) -> _Pair:
-    """left [r, n], right [r, n'] → √σ times the singular vectors of leftᵀ right."""
+def _balanced(left: Tensor, right: Tensor, tied: bool, carried: bool) -> _Pair:
+    """left [r, n], right [r, n'] → √σ times the singular vectors of leftᵀ right.
+
+    The maps to them are worked out only if something is `carried` by them.
+    """
     r = left.shape[0]
     if tied:  # one parameter: only rotations keep it one
         turn, sizes, _ = torch.linalg.svd(left)
@@ -228,8 +232,11 @@ def _balanced(left: Tensor, right: Tensor, tied: bool) -> _Pair:
     new_left = torch.nn.functional.pad(new_left, pad)
     new_right = torch.nn.functional.pad(new_right, pad)
     values = torch.nn.functional.pad(sigma, (0, r - len(sigma)))
-    forth = new_left @ torch.linalg.pinv(left)
-    return _Pair(new_left, new_right, values, forth, new_right @ torch.linalg.pinv(right))
+    maps = _still(values)
+    if carried:
+        maps["forth"] = new_left @ torch.linalg.pinv(left)
+        maps["back"] = new_right @ torch.linalg.pinv(right)
+    return _Pair(new_left, new_right, values, **maps)
 
 
 def _plane(left: Tensor, right: Tensor, view: AttentionView) -> _Pair:

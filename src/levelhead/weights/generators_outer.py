@@ -45,7 +45,7 @@ __all__ = [
     "vo_gauge",
 ]
 
-_CENTRED = 1e-9  # |W n| below this share of |W||n| is no mean left to remove
+_CENTRED = 1e-6  # |W n| below this share of |W||n| is what float32 leaves of a removed mean
 
 # ── values and biases ──
 
