@@ -162,7 +162,11 @@ def test_head_gram(rows) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tucker_of_qk_stacks(rows, decomposition, kind: str) -> None:
-    """The [12, 768, 768] tensor from its factors; the peer gets the dense tensor for nothing."""
+    """The [12, 768, 768] tensor from its factors; the peer gets the dense tensor for nothing.
+
+    The randomised mode is asked for a number of sweeps: 6 for an error within 0.3 % of the peer's
+    on both spectra, 12 for one within 0.1 %.
+    """
     stack, ranks = qk_stack(kind), (8, 128, 128)
     dense = stack.dense()
     name = f"Tucker {ranks} of a QK stack [12, 768, 768], {kind}"
@@ -172,7 +176,8 @@ def test_tucker_of_qk_stacks(rows, decomposition, kind: str) -> None:
 
     options = {
         "hooi": {"tolerance": 5e-5},
-        "randomised, 1 sweep": {"method": "randomised", "sweeps": 1},
+        "randomised, 6 sweeps": {"method": "randomised", "sweeps": 6, "tolerance": 0.0},
+        "randomised, 12 sweeps": {"method": "randomised", "sweeps": 12, "tolerance": 0.0},
     }
     errors = []
     for label, chosen in options.items():

@@ -66,6 +66,15 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 5,
 }
+_SOUND = {
+    **_IMAGE,
+    "conv_dim": [8, 8],
+    "conv_kernel": [4, 3],
+    "conv_stride": [2, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
 _LONG = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {**_LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -621,6 +630,87 @@ CASES = (
 )
 
 
+CASES += (
+    _row(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {**_GROUPED, "sliding_window": 3},
+        family="olmo2",
+    ),
+    _row("ernie4_5", "Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GROUPED, "head_dim": 6}),
+    _row("eurobert", "EuroBertModel", "EuroBertConfig", {**_TEXT, **_ENDS, "mask_token_id": 3}),
+    _row(
+        "rembert",
+        "RemBertModel",
+        "RemBertConfig",
+        {**_TEXT, "input_embedding_size": 12},
+        family="bert",
+    ),
+    _row(
+        "roberta_prelayernorm",
+        "RobertaPreLayerNormModel",
+        "RobertaPreLayerNormConfig",
+        {**_TEXT, "pad_token_id": 0},
+    ),
+    _row(
+        "jamba",
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **_GROUPED,
+            "attn_layer_period": 1,
+            "attn_layer_offset": 0,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    _row(
+        "mpt",
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": 32, "d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    ),
+    _row(
+        "mpt_three_heads",
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "vocab_size": 32,
+            "d_model": 24,
+            "n_heads": 3,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"softmax_scale": 0.7},
+        },
+        family="mpt",
+    ),
+    _row(
+        "deberta_first",
+        "DebertaModel",
+        "DebertaConfig",
+        {
+            **_TEXT,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "max_relative_positions": 5,
+        },
+        family="deberta",
+    ),
+    _row("wav2vec2", "Wav2Vec2Model", "Wav2Vec2Config", _SOUND, inputs="wave"),
+    _row(
+        "wav2vec2_stable",
+        "Wav2Vec2Model",
+        "Wav2Vec2Config",
+        {**_SOUND, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
+        family="wav2vec2",
+        inputs="wave",
+    ),
+    _row("hubert", "HubertModel", "HubertConfig", _SOUND, family="wav2vec2", inputs="wave"),
+)
+
+
 def fill(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights far from their usual start: uniform attention would prove nothing."""
     generator = torch.Generator().manual_seed(seed)
@@ -648,6 +738,7 @@ def run(model: nn.Module, kind: str) -> None:
             "input_features": torch.randn(1, 8, 14, generator=generator),
             "decoder_input_ids": tokens[:, :5],
         },
+        "wave": {"input_values": torch.randn(1, 30, generator=generator)},
         "series": {"past_values": torch.randn(1, 16, 2, generator=generator)},
     }[kind]
     with torch.no_grad():

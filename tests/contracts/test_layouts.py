@@ -230,13 +230,16 @@ def stored(view: AttentionView, plan: LayerPlan) -> dict[str, Tensor]:
             for group in range(g):
                 mine = range(group * (h // g), (group + 1) * (h // g))
                 blocks += [view.q[i] for i in mine] + [view.k[group], view.v[group]]
-                if bias["q"] is not None:
+                if bias["q"] is not None and bias["k"] is not None:
                     joined_bias += [bias["q"][i] for i in mine]
                     joined_bias += [bias["k"][group], bias["v"][group]]
             joined = torch.cat(blocks)
         assert joined.shape[0] == (h + 2 * g) * d_k
         found[f"{store.qkv}.weight"] = joined.T if store.input_major else joined
-        if bias["q"] is not None:
+        if bias["q"] is not None and bias["k"] is None:
+            beside = store.qkv.rpartition(".")[0]
+            found |= {f"{beside}.{n}_bias": flat_bias[n] for n in "qv"}
+        elif bias["q"] is not None:
             found[f"{store.qkv}.bias"] = torch.cat(joined_bias)
         found[f"{store.o}.weight"] = out.T if store.input_major else out
         found[f"{store.o}.bias"] = view.o_bias

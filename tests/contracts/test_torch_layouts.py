@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.nn.samformer import SAMformerNet
+from levelhead.weights.doubts import NORM_UNKNOWN, caveats
 from levelhead.weights.layouts import find_layers, match, views
 from oracles.attention import attend
 
@@ -66,7 +67,22 @@ def test_values_of_another_width_than_keys_are_refused() -> None:
 def test_a_learned_extra_token_is_skipped_with_its_reason() -> None:
     found = match(nn.MultiheadAttention(12, 3, add_bias_kv=True))
     assert not found.plans
-    assert "learned token (bias_k, bias_v)" in found.skipped[0].reason
+    [skip] = found.skipped
+    assert "learned token (bias_k, bias_v)" in skip.reason
+
+
+@pytest.mark.parametrize("kdim", [None, 8])
+def test_what_was_read_at_the_root_is_not_reported_as_unknown(kdim: int | None) -> None:
+    found = match(nn.MultiheadAttention(12, 3, kdim=kdim, vdim=kdim))
+    assert (len(found.plans), found.skipped) == (1, ())
+
+
+def test_what_lies_beside_a_layer_at_the_root_is_still_reported() -> None:
+    weights = dict(nn.MultiheadAttention(12, 3).state_dict())
+    weights["odd.to_qkv.weight"] = torch.zeros(36, 12)
+    found = match(weights, heads=3)
+    assert len(found.plans) == 1
+    assert [skip.name for skip in found.skipped] == ["odd.to_qkv.weight"]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -88,9 +104,77 @@ def test_transformer_encoder(norm_first: bool) -> None:
     assert found[1].input_norm.position == ("pre" if norm_first else "post")
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_state_dict_of_torch_layers_does_not_say_which_norm_is_in_front(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 16, norm_first=norm_first)
+    model = filled(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    state = model.state_dict()
+    for view in views(state, heads=3):
+        assert view.input_norm.kind == "none"
+        assert caveats(view) == (NORM_UNKNOWN,)
+    assert match(state, heads=3).caveats == (f"2 layers: {NORM_UNKNOWN}",)
+    given = {"family": "torch_encoder", "heads": 3, "norm_first": norm_first}
+    told = list(views(state, heads=3, norm_first=norm_first))
+    for live, one, two in zip(views(model), told, views(state, layout=given), strict=True):
+        assert caveats(live) == caveats(one) == ()
+        for view in (one, two):
+            assert view.input_norm.kind == live.input_norm.kind
+            assert view.input_norm.position == live.input_norm.position
+            assert torch.equal(view.q, live.q)
+            if live.input_norm.gain is not None:
+                assert torch.equal(view.input_norm.gain, live.input_norm.gain)
+    gain = model.layers[1].norm1 if norm_first else model.layers[0].norm2
+    assert torch.equal(told[1].input_norm.gain, gain.weight)
+    name = "layers.1.norm1" if norm_first else "layers.0.norm2"
+    assert told[1].origin("input_norm").source == f"norm {name}, by argument norm_first"
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_norms_of_a_decoder(norm_first: bool) -> None:
+    """Read in forward: what reaches the two attentions of the second layer is a norm's output."""
+    layer = nn.TransformerDecoderLayer(12, 3, 16, norm_first=norm_first, batch_first=True)
+    model = filled(nn.TransformerDecoder(layer, 2))
+    seen: dict[str, Tensor] = {}
+    made: list[tuple[nn.LayerNorm, Tensor]] = []
+    for part in model.modules():
+        if isinstance(part, nn.LayerNorm):
+            part.register_forward_hook(lambda m, _, out: made.append((m, out)))
+    for name in ("self_attn", "multihead_attn"):
+        model.layers[1].get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen.__setitem__(name, args[0])
+        )
+    model(numbers(1, N, 12), numbers(1, 4, 12, seed=6))
+    for source in (model, model.state_dict()):
+        arguments = {} if source is model else {"heads": 3, "norm_first": norm_first}
+        found = {v.name: v for v in views(source, **arguments)}
+        for name, x in seen.items():
+            [theirs] = [m for m, out in made if torch.equal(out, x)]
+            assert torch.equal(found[f"layers.1.{name}"].input_norm.gain, theirs.weight), name
+
+
+def test_a_lone_layer_knows_its_norm() -> None:
+    model = filled(nn.TransformerEncoderLayer(12, 3, 16, norm_first=True))
+    [view] = views(model)
+    assert torch.equal(view.input_norm.gain, model.norm1.weight)
+    [view] = views(model.state_dict(), heads=3)
+    assert caveats(view) == (NORM_UNKNOWN,)
+    [view] = views(filled(nn.TransformerEncoderLayer(12, 3, 16)))
+    assert (view.input_norm.kind, caveats(view)) == ("none", ())
+
+
+def test_norm_first_is_true_or_false() -> None:
+    state = nn.TransformerEncoderLayer(12, 3, 16).state_dict()
+    with pytest.raises(ValueError, match=r"norm_first is 'maybe'; expected true or false"):
+        match(state, heads=3, norm_first="maybe")
+    with pytest.raises(ValueError, match=r"has no keyword 'colour'"):
+        match(state, layout={"family": "torch_encoder", "colour": 3})
+    with pytest.raises(ValueError, match=r"family 'torch' is none of"):
+        match(state, layout={"family": "torch", "heads": 3})
+
+
 def test_heads_of_a_state_dict_must_be_given() -> None:
     model = filled(nn.MultiheadAttention(12, 3))
-    with pytest.raises(ValueError, match=r"shapes alone do not say .* give heads="):
+    with pytest.raises(ValueError, match=r"do not say .*\(heads= in Python, --heads on"):
         list(views(model.state_dict()))
     [view] = views(model.state_dict(), heads=3)
     assert view.heads == 3
@@ -197,6 +281,31 @@ def test_nanogpt_linear_is_not_taken_for_gpt2_conv1d() -> None:
     [view] = views(turned, heads=heads)
     assert view.family == "gpt2"
     assert close(attend(view, x), y)
+
+
+# ── MPT ──
+
+
+def mpt_shapes() -> dict[str, tuple[int, ...]]:
+    parts = {"Wqkv": (36, 12), "out_proj": (12, 12)}
+    return {f"transformer.blocks.0.attn.{n}.weight": s for n, s in parts.items()}
+
+
+def test_mpt_takes_the_odd_slopes_of_the_next_power_of_two_first() -> None:
+    [plan], _ = find_layers(mpt_shapes(), {"model_type": "mpt", "n_heads": 3})
+    view = plan.apply(lambda name: torch.ones(mpt_shapes()[name]))
+    assert view.position.slopes == (2**-4, 2**-8, 2**-2)
+    assert view.mask.causal
+
+
+@pytest.mark.parametrize(
+    "setting", [{"clip_qkv": 6.0}, {"qk_ln": True}, {"alibi": False}, {"alibi_bias_max": 16}]
+)
+def test_other_kinds_of_mpt_are_refused(setting: dict) -> None:
+    config = {"model_type": "mpt", "n_heads": 3, "attn_config": setting}
+    plans, [skip] = find_layers(mpt_shapes(), config)
+    assert not plans
+    assert f"attn_config {next(iter(setting))} = " in skip.reason
 
 
 # ── SAMformer ──

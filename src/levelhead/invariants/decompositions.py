@@ -31,8 +31,8 @@ from levelhead.invariants.entry import (
     Verdict,
     always,
 )
-from levelhead.invariants.raw import RAW, has_raw_tensor
-from levelhead.invariants.spectral import stack_of
+from levelhead.invariants.raw import RAW, has_raw_tensor, largest_singular_value
+from levelhead.invariants.spectral import THROUGH, stack_of
 from levelhead.tensors.cp import CPTensor, cp
 from levelhead.tensors.factored_svd import triangles
 from levelhead.tensors.low_rank_stack import LowRankStack
@@ -110,12 +110,11 @@ def stack_core_slice_norms(stack: LowRankStack) -> Tensor:
         norms = []
         for column in vectors.unbind(1):
             mixed = (left * column.repeat_interleave(r)) @ right.mT
-            norms.append(torch.linalg.matrix_norm(mixed, ord=2))
+            norms.append(largest_singular_value(mixed))
         return torch.stack(norms)
 
 
-def _ranks(view: AttentionView, which: Which) -> Tensor:
-    stack = stack_of(view, which)
+def _ranks(stack: LowRankStack) -> Tensor:
     spectra = [stack.mode_singular_values(mode) for mode in range(3)]
     return torch.tensor([numerical_rank(s, RANK_TOLERANCE) for s in spectra])
 
@@ -143,30 +142,34 @@ def _several(view: AttentionView) -> str | None:
 
 def _stacks(which: Which) -> tuple[Invariant, ...]:
     sized = QK_FORM if which == "qk" else OV_MAP
-    common: dict[str, Any] = {"kind": "exact", "reads": _READS[which], "source": _LATHAUWER}
+    common: dict[str, Any] = {
+        "kind": "exact",
+        "reads": _READS[which],
+        "source": _LATHAUWER,
+        "through": THROUGH[which],
+    }
     found = []
     for mode, side in enumerate(_SIDES[which]):
         found.append(
             Invariant(
                 f"{which}_stack_{side}_spectrum",
-                lambda view, mode=mode: stack_of(view, which).mode_singular_values(mode),
+                lambda stack, mode=mode: stack.mode_singular_values(mode),
                 f"σ of the {side} unfolding of {_STACK[which]}; core slice norms",
                 unit=_UNIT[which],
                 range="≥ 0, falling",
                 degree=2,
                 symmetries=sized,
-                # The head mode comes from the Gram matrix, which resolves the root of rounding;
-                # its σ have no gradient where they vanish: their squares are differentiated.
+                # The head mode comes from the Gram matrix, which resolves the root of rounding.
+                # σ have no gradient where they vanish: sums of their powers are differentiated.
                 tolerance=1e-6 if mode == 0 else 1e-8,
-                smooth=partial(_energies, which=which) if mode == 0 else None,
-                gradient=mode == 0,
+                smooth=partial(_energies, which=which, mode=mode),
                 **common,
             )
         )
     found.append(
         Invariant(
             f"{which}_stack_ranks",
-            partial(_ranks, which=which),
+            _ranks,
             f"multilinear ranks of {_STACK[which]} at {RANK_TOLERANCE:g}",
             unit="1",
             range="0 … h, d, d",
@@ -178,7 +181,7 @@ def _stacks(which: Which) -> tuple[Invariant, ...]:
     found.append(
         Invariant(
             f"{which}_core_slice_norms",
-            lambda view: stack_core_slice_norms(stack_of(view, which)),
+            stack_core_slice_norms,
             f"‖Σ_i u_ia A_i‖₂ of {_STACK[which]}, u the eigenvectors of the head Gram",
             unit=_UNIT[which],
             range="≥ 0",
@@ -186,16 +189,27 @@ def _stacks(which: Which) -> tuple[Invariant, ...]:
             symmetries=sized,
             applies=_several,
             tolerance=1e-6,
-            gradient=False,
+            no_gradient="eigenvectors of the head Gram have none where its eigenvalues meet",
             **common,
         )
     )
     return tuple(found)
 
 
-def _energies(view: AttentionView, which: Which) -> Tensor:
-    """Σ λ^p of the head Gram for p = 1, 2, 3."""
-    gram = stack_of(view, which).head_gram()
+def _energies(view: AttentionView, which: Which, mode: int) -> Tensor:
+    """Σ σ^2p of the mode for p = 1, 2, 3, differentiable.
+
+    Modes 1 and 2: Σ_i A_i A_iᵀ has the non-zero eigenvalues of D W, with W the Gram matrix of all
+    rows of that side [h r, h r] and D the block diagonal one of the other side's heads.
+    """
+    stack = stack_of(view, which)
+    if mode == 0:
+        gram = stack.head_gram()
+    else:
+        own, other = stack.expanded(torch.float64)[:: 1 if mode == 1 else -1]
+        rows = own.flatten(0, 1)
+        blocks = (rows @ rows.mT).reshape(len(stack), stack.inner, -1)
+        gram = (other @ other.mT @ blocks).flatten(0, 1)
     square = gram @ gram
     return torch.stack([m.diagonal().sum() for m in (gram, square, square @ gram)])
 
@@ -209,6 +223,7 @@ def _fits(what: What) -> tuple[Invariant, ...]:
     shape = {n: GENERIC if v is VARIANT else v for n, v in sized.items()}
     sized = shape if raw else sized
     symbol = "T" if raw else _STACK[what]
+    fit_of = partial(cp_of, what=what)  # one object for all rows: they share its fits
 
     def row(name: str, of: Callable[[CPTensor], Tensor], formula: str, **more: Any) -> Invariant:
         settings: dict[str, Any] = {
@@ -221,7 +236,7 @@ def _fits(what: What) -> tuple[Invariant, ...]:
             "symmetries": shape,
             "applies": _fitted_raw if raw else always,
             "tolerance": 1e-3,
-            "through": partial(cp_of, what=what),
+            "through": fit_of,
             "span": 1.0,
             **more,
         }

@@ -13,7 +13,7 @@ A generator that moves nothing an entry reads needs no declaration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
@@ -54,6 +54,10 @@ class Verdict(Enum):
 INVARIANT, VARIANT, GENERIC = Verdict.INVARIANT, Verdict.VARIANT, Verdict.GENERIC
 Declared = Verdict | Callable[[AttentionView], Verdict]
 Kind = Literal["exact", "integer", "iterative", "data"]
+_WITHOUT_GRADIENT = {
+    "integer": "a count has no gradient",
+    "iterative": "a fit at a fixed rank ends near its minimum, not at it",
+}
 
 
 def always(view: AttentionView) -> str | None:
@@ -69,8 +73,8 @@ class Invariant:
         name, formula, unit, source: as they are printed.
         range: of values, in words.
         degree: values grow by c^degree if q, k, v and o all grow by c; None: not so.
-        kind: "exact"; "integer", a count at the stated tolerance, without gradient; "iterative", a
-            fit at a fixed rank, without gradient; "data", which takes a covariance.
+        kind: "exact"; "integer", a count at the stated tolerance; "iterative", a fit at a fixed
+            rank; "data", which takes a covariance. Counts and fits have no gradient test.
         reads: the fields of a view that it looks at.
         symmetries: for generators that move what it reads what it does under them.
         applies: (view) → why the entry does not exist for this layer, or None.
@@ -80,7 +84,7 @@ class Invariant:
         through: (view) → what `function` takes instead of the view; entries that share it share
             the work.
         smooth: what the gradient test differentiates instead (for eigenvalues: power sums).
-        gradient: whether there is a gradient test.
+        no_gradient: why there is no gradient test; empty where there is one.
     """
 
     name: str
@@ -99,13 +103,18 @@ class Invariant:
     span: float | None = None
     through: Callable[[AttentionView], Any] | None = None
     smooth: Callable[..., Tensor] | None = None
-    gradient: bool = field(default=True)
+    no_gradient: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind in ("integer", "iterative"):
-            object.__setattr__(self, "gradient", False)
+        if self.kind in _WITHOUT_GRADIENT:
+            object.__setattr__(self, "no_gradient", _WITHOUT_GRADIENT[self.kind])
         unknown = set(self.symmetries) - set(GENERATORS)
         assert not unknown, f"{self.name} declares unknown generators {sorted(unknown)}"
+
+    @property
+    def gradient(self) -> bool:
+        """Whether there is a gradient test."""
+        return not self.no_gradient
 
     def __call__(self, view: AttentionView, covariance: Tensor | None = None) -> Tensor:
         """The value, float64 (or int64, complex128).

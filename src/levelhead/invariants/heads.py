@@ -16,6 +16,7 @@ HOOI makes UᵀU = I whatever the heads are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,8 +45,12 @@ _GUARD = 1e-12
 _LOG_FLOOR = 1e-12
 
 
-def head_gram(view: AttentionView, which: Which = "qk") -> Tensor:
-    """⟨A_i, A_j⟩ [h, h] float64 from factors, for A = B, M or B ⊗ M; O(h² d_k² d).
+def head_gram(
+    view: AttentionView, which: Which = "qk", *, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """⟨A_i, A_j⟩ [h, h] in `dtype` from factors, for A = B, M or B ⊗ M; O(h² d_k² d).
+
+    Raises InputError for another `which`.
 
     >>> one = torch.eye(2)[:, None, :]
     >>> head_gram(AttentionView(q=one, k=2 * one, v=one, o=one.mT))
@@ -53,18 +58,20 @@ def head_gram(view: AttentionView, which: Which = "qk") -> Tensor:
             [0., 4.]], dtype=torch.float64)
     """
     if which == "both":
-        return view.qk.head_gram() * view.ov.head_gram()
+        return view.qk.head_gram(dtype=dtype) * view.ov.head_gram(dtype=dtype)
     if which not in ("qk", "ov"):
         raise InputError(f"{which!r} was given; expected 'qk', 'ov' or 'both'")
-    return view.qk.head_gram() if which == "qk" else view.ov.head_gram()
+    return (view.qk if which == "qk" else view.ov).head_gram(dtype=dtype)
 
 
 def normalised(gram: Tensor) -> Tensor:
     """C [h, h] with C_ij = G_ij/√(G_ii G_jj); a zero head has zeros, on the diagonal too."""
     _square(gram)
     energy = gram.diagonal()
-    floor = (_GUARD * energy.detach().mean()).clamp_min(torch.finfo(gram.dtype).tiny)
-    length = energy.maximum(floor).sqrt()
+    mean = energy.detach().mean()
+    floor = (_GUARD * mean).clamp_min(torch.finfo(gram.dtype).tiny)
+    # Where there is nothing at all, slopes would be those of a division by the tiniest number.
+    length = energy.maximum(torch.where(mean > 0, floor, 1.0)).sqrt()
     return gram / length[:, None] / length[None, :]
 
 
@@ -151,7 +158,12 @@ def nuclear_ratio(matrix: Tensor, eps: float = 1e-3) -> Tensor:
     alive = total > 0
     p = matrix / torch.where(alive, total, 1.0)
     eye = torch.eye(h, dtype=p.dtype, device=p.device)
-    roots = _trace_of(p + eps**2 / h * eye, _root_term, _root_slope)
+    # No eigenvalue of a Gram matrix lies below the shift: what does is rounding, of float32 say,
+    # and a root's slope there would be noise of any size.
+    floor = eps**2 / h
+    roots = _trace_of(
+        p + floor * eye, partial(_root_term, floor=floor), partial(_root_slope, floor=floor)
+    )
     return torch.where(alive, roots.square() / h, 0.0)
 
 
@@ -166,12 +178,12 @@ def _entropy_slope(p: Tensor) -> Tensor:
     return -p.clamp_min(_LOG_FLOOR).log() - (p > _LOG_FLOOR).to(p)
 
 
-def _root_term(p: Tensor) -> Tensor:
-    return p.clamp_min(0).sqrt()
+def _root_term(p: Tensor, floor: float) -> Tensor:
+    return p.clamp_min(floor).sqrt()
 
 
-def _root_slope(p: Tensor) -> Tensor:
-    return 0.5 / p.clamp_min(1e-30).sqrt()
+def _root_slope(p: Tensor, floor: float) -> Tensor:
+    return 0.5 / p.clamp_min(floor).sqrt()
 
 
 def _trace_of(

@@ -18,11 +18,19 @@ from torch import Tensor
 from levelhead.invariants.entry import QK_FORM, QK_RATIO, Invariant, Verdict, declare
 from levelhead.invariants.heads import coherence
 from levelhead.invariants.spectral import effective_qk
+from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.gauge import inner_blocks
 from levelhead.weights.structure import Rope
 
-__all__ = ["ENTRIES", "frequency_energies", "frequency_shares", "rotary_gram"]
+__all__ = [
+    "ENTRIES",
+    "frequency_energies",
+    "frequency_shares",
+    "is_rotary",
+    "rotary_gram",
+    "rotary_parts",
+]
 
 
 def frequency_energies(view: AttentionView) -> Tensor:
@@ -63,6 +71,31 @@ def rotary_gram(view: AttentionView) -> Tensor:
     return gram
 
 
+def rotary_parts(view: AttentionView) -> tuple[LowRankStack, ...]:
+    """Stacks whose slices, p for each head one after the other, add up to `rotary_gram`.
+
+    ⟨A_i, A_j⟩ averaged over all offsets is Σ over stacks and a < p of ⟨S[i p + a], S[j p + a]⟩. The
+    first stack holds √½ Re H_f and √½ Im H_f of each turning plane f, with H_f = conj(q_f) k_fᵀ;
+    every further one a block of dimensions that do not turn.
+
+    >>> one = torch.eye(2)[None]
+    >>> view = AttentionView(q=one, k=one, v=one, o=one, position=Rope("half", 2, 100.0))
+    >>> float(rotary_parts(view)[0].frobenius_norms().square().sum()), float(rotary_gram(view))
+    (2.0, 2.0)
+    """
+    parts = []
+    if inner_blocks(view).planes:
+        q, k = _complex_rows(view)
+        turned = torch.stack((k[:, :, 1], -k[:, :, 0]), 2)  # of -i k: its real part is Im
+        left = (0.5**0.5 * q)[:, :, None].expand(-1, -1, 2, -1, -1)
+        right = torch.stack((k, turned), 2)
+        parts.append(LowRankStack(left.flatten(0, 2), right.flatten(0, 2)))
+    for block in inner_blocks(view).free:
+        left, right = (rows[:, list(block)] for rows in _rows(view))
+        parts.append(LowRankStack(left, right))
+    return tuple(parts)
+
+
 def _rows(view: AttentionView) -> tuple[Tensor, Tensor]:
     """Queries and keys of each head [h, d_k, ·] as they are turned."""
     norm = view.qk_norm
@@ -77,9 +110,13 @@ def _complex_rows(view: AttentionView) -> tuple[Tensor, Tensor]:
     return q[:, planes], k[:, planes]
 
 
+def is_rotary(view: AttentionView) -> bool:
+    """Whether some plane of queries and keys turns with position."""
+    return isinstance(view.position, Rope) and bool(inner_blocks(view).planes)
+
+
 def _rotary(view: AttentionView) -> str | None:
-    rotary = isinstance(view.position, Rope) and inner_blocks(view).planes
-    return None if rotary else "there are no rotary positions"
+    return None if is_rotary(view) else "there are no rotary positions"
 
 
 def _several(view: AttentionView) -> str | None:

@@ -28,7 +28,12 @@ from levelhead.invariants.entry import (
     declare,
 )
 from levelhead.invariants.heads import Which, head_gram, normalised
-from levelhead.invariants.spectral import RANK_TOLERANCE, stack_of
+from levelhead.invariants.spectral import (
+    RANK_TOLERANCE,
+    THROUGH,
+    numerical_ranks,
+    stack_of,
+)
 from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.weights.attention_view import AttentionView
 
@@ -120,6 +125,25 @@ def principal_cosines(stack: LowRankStack, side: Literal["left", "right"]) -> Te
         return torch.stack(rows).clamp_max(1)
 
 
+def _angle_sums(stack: LowRankStack, side: Literal["left", "right"]) -> Tensor:
+    """Σ cos² and Σ cos⁴ of the principal angles [2, h, h], differentiable; from projectors.
+
+    With full rank the spaces of leftᵀ right are the row spaces of left and of right: with
+    G_i = l_i l_iᵀ and C = l_i l_jᵀ the cos² are the eigenvalues of G_i⁻¹ C G_j⁻¹ Cᵀ. Where a slice
+    has lower rank nothing is differentiated: the answer is constant.
+    """
+    rows = stack.expanded(torch.float64)[0 if side == "left" else 1]
+    h, r, _ = rows.shape
+    with torch.no_grad():
+        if int(numerical_ranks(stack).min()) < r:
+            return rows.new_zeros(2, h, h)
+    inverse = torch.linalg.inv(rows @ rows.mT)
+    cross = torch.einsum("iam,jbm->ijab", rows, rows)
+    both = inverse[:, None] @ cross @ inverse[None, :] @ cross.mT
+    first = both.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.stack([first, (both * both.mT).sum((-2, -1))])
+
+
 # ── rows of the catalogue ──
 
 _WHICH: tuple[Which, ...] = ("qk", "ov", "both")
@@ -207,10 +231,14 @@ _ROWS: tuple[_Row, ...] = (
 )
 
 
+# One object for each Gram matrix: entries that are computed through it share it.
+_GRAMS = {which: partial(head_gram, which=which) for which in _WHICH}
+
+
 def _gram_entry(which: Which) -> Invariant:
     return Invariant(
         f"{which}_gram",
-        lambda view: head_gram(view, which),
+        lambda gram: gram,
         "⟨A_i, A_j⟩".replace("A", _SYMBOL[which]),
         _UNIT[which],
         _DERIVED,
@@ -220,6 +248,7 @@ def _gram_entry(which: Which) -> Invariant:
         _READS[which],
         _FORM[which],
         per=("head", "head"),
+        through=_GRAMS[which],
     )
 
 
@@ -228,7 +257,7 @@ def _functional(which: Which, row: _Row) -> Invariant:
     table = more.get("symmetries", _RATIO)
     return Invariant(
         f"{which}_{name}",
-        lambda view: of(head_gram(view, which)),
+        of,
         formula.replace("A", _SYMBOL[which]),
         "1",
         source,
@@ -237,14 +266,12 @@ def _functional(which: Which, row: _Row) -> Invariant:
         "exact",
         _READS[which],
         applies=_several,
+        through=_GRAMS[which],
         **{**more, "symmetries": table[which]},
     )
 
 
 def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
-    def make(function: Callable[[LowRankStack], Tensor]) -> Callable[[AttentionView], Tensor]:
-        return lambda view: function(stack_of(view, which))
-
     def distinct(stack: LowRankStack) -> Tensor:
         return torch.tensor(len(set(head_clusters(stack))))
 
@@ -255,7 +282,7 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
     found = [
         Invariant(
             f"{which}_procrustes",
-            make(relative_procrustes),
+            relative_procrustes,
             "1 - ‖l_i l_jᵀ + r_i r_jᵀ‖_*/(‖A_i‖_* + ‖A_j‖_*)".replace("A", symbol),
             "1",
             "derived: Procrustes over O(r) in balanced gauge",
@@ -268,11 +295,13 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
             pair,  # type: ignore[arg-type]
             tolerance=1e-7,
             span=1.0,
-            gradient=False,
+            through=THROUGH[which],
+            no_gradient="balanced factors have no gradient where σ vanish, nuclear norms have "
+            "kinks there",
         ),
         Invariant(
             f"{which}_distinct_heads",
-            make(distinct),
+            distinct,
             f"clusters of {symbol}_i whose neighbours differ by at most {DUPLICATE:g}",
             "1",
             "derived: copies of a form are one head",
@@ -281,6 +310,7 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
             "integer",
             reads,
             declare(_RATIO[which], **hidden),
+            through=THROUGH[which],
         ),
     ]
     for side, end in zip(sides, ("left", "right"), strict=True):
@@ -294,7 +324,7 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
         found.append(
             Invariant(
                 f"{side}_angles",
-                make(partial(principal_cosines, side=end)),  # type: ignore[arg-type]
+                partial(principal_cosines, side=end),  # type: ignore[arg-type]
                 f"cosines of principal angles between {side} spaces of {symbol}_i and {symbol}_j",
                 "1",
                 "Björck & Golub 1973",
@@ -307,7 +337,8 @@ def _pairs(which: Literal["qk", "ov"]) -> tuple[Invariant, ...]:
                 pair,  # type: ignore[arg-type]
                 tolerance=1e-7,
                 span=1.0,
-                gradient=False,
+                through=THROUGH[which],
+                smooth=lambda view, end=end: _angle_sums(stack_of(view, which), end),
             )
         )
     return tuple(found)

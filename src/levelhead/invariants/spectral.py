@@ -13,7 +13,7 @@ each head is the layer's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from levelhead.weights.structure import Rope
 
 __all__ = [
     "ENTRIES",
+    "THROUGH",
     "effective_qk",
     "eigenvalue_power_sums",
     "head_map_ranks",
@@ -56,6 +57,54 @@ RANK_TOLERANCE = 1e-9
 def stack_of(view: AttentionView, which: Which) -> LowRankStack:
     """`view.qk` or `view.ov`."""
     return view.qk if which == "qk" else view.ov
+
+
+class _Remembered(LowRankStack):
+    """A stack that keeps what it was asked for, as far as that has no gradient."""
+
+    def _once(self, key: tuple[object, ...], compute: Callable[[], Any]) -> Any:
+        if torch.is_grad_enabled() and (self.left.requires_grad or self.right.requires_grad):
+            return compute()
+        kept: dict[tuple[object, ...], Any] = self.__dict__.setdefault("_kept", {})
+        if key not in kept:
+            kept[key] = compute()
+        return kept[key]
+
+    def svd(self, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = self._once(
+            ("svd", dtype), lambda: LowRankStack.svd(self, dtype=dtype)
+        )
+        return found
+
+    def singular_values(self, *, dtype: torch.dtype = torch.float64) -> Tensor:
+        found: Tensor = self._once(
+            ("σ", dtype), lambda: LowRankStack.singular_values(self, dtype=dtype)
+        )
+        return found
+
+    def head_gram(self, *, dtype: torch.dtype = torch.float64) -> Tensor:
+        found: Tensor = self._once(
+            ("gram", dtype), lambda: LowRankStack.head_gram(self, dtype=dtype)
+        )
+        return found
+
+    def mode_singular_values(self, mode: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
+        found: Tensor = self._once(
+            (mode, dtype), lambda: LowRankStack.mode_singular_values(self, mode, dtype=dtype)
+        )
+        return found
+
+
+def _remembered(view: AttentionView, which: Which) -> LowRankStack:
+    stack = stack_of(view, which)
+    return _Remembered(stack.left, stack.right, stack.group, left_group=stack.left_group)
+
+
+# What entries of one stack are computed through: one object each, so that they share the work.
+THROUGH: Mapping[str, Callable[[AttentionView], LowRankStack]] = {
+    "qk": partial(_remembered, which="qk"),
+    "ov": partial(_remembered, which="ov"),
+}
 
 
 # ── functions ──
@@ -291,7 +340,7 @@ def _entry(which: Which, row: _Row) -> Invariant:
         settings["smooth"] = lambda view: more["smooth"](stack_of(view, which))
     return Invariant(
         f"{which}_{name}",
-        lambda view: of(stack_of(view, which)),
+        of,
         formula.replace("A", _SYMBOL[which]),
         _UNIT[which] if degree else "1",
         source,
@@ -299,6 +348,7 @@ def _entry(which: Which, row: _Row) -> Invariant:
         degree,
         reads=_READS[which],
         per=("head",),
+        through=THROUGH[which],
         **settings,
     )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from levelhead.base.errors import InputError
+from levelhead.base.progress import progress
 from levelhead.invariants.catalogue import entries
 from levelhead.invariants.entry import Invariant, Verdict, square_root
 from levelhead.weights.attention_view import AttentionView
@@ -108,6 +110,7 @@ def verify(
     condition: float = 10.0,
     assume: Mapping[str, str] | None = None,
     covariance: Tensor | None = None,
+    show_progress: bool | None = False,
 ) -> Verdicts:
     """Hold the declarations of `invariants` (all by default) against a layer's own group.
 
@@ -120,6 +123,7 @@ def verify(
         assume: entry's name → a generator, a family of them or "all" under which it is declared
             invariant, whatever the catalogue says.
         covariance: E[x xᵀ] [d, d] of the layer's input for the kind "data"; random by default.
+        show_progress: a bar on stderr over draws and gradients; None: only on a terminal.
 
     Raises InputError for unknown names, or draws < 1.
 
@@ -144,33 +148,34 @@ def verify(
     start = _Values(view, root)
     values = {entry.name: start(entry) for entry in there}
     changes: dict[tuple[str, str], float] = {}
-    for generator in group.generators:
-        for number in range(draws):
-            moved = generator.draw(view, random, condition)
-            now = _Values(moved.view, _moved_root(moved, root))
-            for entry in there:
-                if not generator.moves & entry.reads or (number and entry.kind == "iterative"):
-                    continue
-                change = _change(entry, values[entry.name], now(entry), moved)
-                key = entry.name, generator.name
-                changes[key] = max(changes.get(key, 0.0), change)
+    moments: dict[str, dict[str, float]] = {}
+    steps = draws * len(group.generators) + len(there)
+    with progress(view.name or "layer", steps, enabled=show_progress) as advance:
+        for generator in group.generators:
+            for number in range(draws):
+                moved = generator.draw(view, random, condition)
+                now = _Values(moved.view, _moved_root(moved, root))
+                for entry in there:
+                    if not generator.moves & entry.reads or (number and entry.kind == "iterative"):
+                        continue
+                    change = _change(entry, values[entry.name], now(entry), moved)
+                    key = entry.name, generator.name
+                    changes[key] = max(changes.get(key, 0.0), change)
+                advance()
+        charts = _Charts(view, group.generators, root)
+        for entry in there:
+            moments[entry.name] = charts.moment(entry, seed) if entry.gradient else {}
+            advance()
     checks = []
     for entry in chosen:
-        moments = {}
-        if entry in there and entry.gradient:
-            moments = moment(entry, view, group.generators, root=root, seed=seed)
+        empty = entry.name in values and not bool((values[entry.name] != 0).any())
         for generator in group.generators:
             key = entry.name, generator.name
             verdict, reason = entry.verdict(view, generator)
             if key in assumed and verdict is not Verdict.NOT_APPLICABLE:
                 verdict, reason = Verdict.INVARIANT, "assumed"
-            empty = entry.name in values and not bool((values[entry.name] != 0).any())
-            checks.append(
-                _check(
-                    entry, generator, verdict, reason, changes.get(key),
-                    moments.get(generator.name), empty,
-                )
-            )  # fmt: skip
+            mu = moments.get(entry.name, {}).get(generator.name)
+            checks.append(_check(entry, generator, verdict, reason, changes.get(key), mu, empty))
     return Verdicts(view.name, tuple(checks))
 
 
@@ -186,46 +191,7 @@ def moment(
 
     f is a random combination of the entry's values. All generators are tested in one backward pass.
     """
-    leaf = view.map(lambda t: t.detach().double().requires_grad_())
-    near = [g for g in generators if g.near is not None and g.moves & entry.reads]
-    if not near:
-        return {}
-    starts = [
-        torch.zeros(g.dimension, dtype=torch.float64, device=view.q.device, requires_grad=True)
-        for g in near
-    ]
-    moved = Moved(leaf)
-    for generator, start in zip(near, starts, strict=True):
-        assert generator.near is not None
-        moved = moved.then(generator.near(moved.view, start))
-    function = entry.smooth or entry.function
-    value = function(moved.view) if entry.kind != "data" else function(
-        moved.view, _moved_root(moved, root)
-    )  # fmt: skip
-    random = torch.Generator().manual_seed(seed)
-    weights = torch.randn(value.shape, generator=random, dtype=torch.float64)
-    f = (weights.to(value.device) * value).sum()
-    if not f.requires_grad:
-        return {g.name: 0.0 for g in near}
-    leaves = _tensors(leaf)
-    flat = [t for found in leaves.values() for t in found]
-    slopes = torch.autograd.grad(f, [*starts, *flat], allow_unused=True)
-    along, at = slopes[: len(starts)], iter(slopes[len(starts) :])
-    sizes = {
-        name: sum(
-            float(slope.norm() * t.detach().norm())
-            for t in found
-            if (slope := next(at)) is not None
-        )
-        for name, found in leaves.items()
-    }
-    scale = entry.span if entry.span is not None else float(value.detach().abs().max())
-    floor = _FLAT * scale * float(weights.norm())
-    out = {}
-    for generator, slope in zip(near, along, strict=True):
-        size = max(floor, sum(sizes.get(name, 0.0) for name in generator.moves))
-        out[generator.name] = 0.0 if slope is None or size == 0 else float(slope.norm()) / size
-    return out
+    return _Charts(view, generators, root).moment(entry, seed)
 
 
 def relative_change(
@@ -287,7 +253,87 @@ class _Values:
         return entry.function(self.shared[entry.through]).detach()
 
 
-def _change(entry: Invariant, before: Tensor, after: Tensor, moved: Moved) -> float:
+@dataclass(frozen=True, eq=False)
+class _Chart:
+    """A layer at the identity of some generators: `moved` depends on `starts`.
+
+    `tensors` are those of the moved layer by field. There they are the layer's own, and a slope in
+    them is a slope in the layer's: going on to the layer itself would cost as much again.
+    """
+
+    near: tuple[Generator, ...]
+    starts: tuple[Tensor, ...]
+    tensors: Mapping[str, list[Tensor]]
+    moved: Moved[AttentionView]
+
+
+class _Charts:
+    """Charts of one layer; entries that the same generators move are differentiated in one."""
+
+    def __init__(
+        self, view: AttentionView, generators: Sequence[Generator], root: Tensor | None
+    ) -> None:
+        self.view, self.root = view, root
+        self.generators = [g for g in generators if g.near is not None]
+        self.made: dict[tuple[str, ...], _Chart] = {}
+
+    def moment(self, entry: Invariant, seed: int) -> dict[str, float]:
+        """See `moment`."""
+        chart = self._of(entry)
+        if not chart.near:
+            return {}
+        value = self._value(entry, chart.moved)
+        random = torch.Generator().manual_seed(seed)
+        weights = torch.randn(value.shape, generator=random, dtype=torch.float64)
+        f = (weights.to(value.device) * value).sum()
+        if not f.requires_grad:
+            return {g.name: 0.0 for g in chart.near}
+        flat = [t for found in chart.tensors.values() for t in found]
+        # The chart's own part of the graph serves the next entry.
+        slopes = torch.autograd.grad(
+            f, [*chart.starts, *flat], allow_unused=True, retain_graph=True
+        )
+        along, at = slopes[: len(chart.starts)], iter(slopes[len(chart.starts) :])
+        sizes = {
+            name: sum(
+                float(slope.norm() * t.detach().norm())
+                for t in found
+                if (slope := next(at)) is not None
+            )
+            for name, found in chart.tensors.items()
+        }
+        scale = entry.span if entry.span is not None else float(value.detach().abs().max())
+        floor = _FLAT * scale * float(weights.norm())
+        out = {}
+        for generator, slope in zip(chart.near, along, strict=True):
+            size = max(floor, sum(sizes.get(name, 0.0) for name in generator.moves))
+            out[generator.name] = 0.0 if slope is None or size == 0 else float(slope.norm()) / size
+        return out
+
+    def _of(self, entry: Invariant) -> _Chart:
+        near = tuple(g for g in self.generators if g.moves & entry.reads)
+        names = tuple(g.name for g in near)
+        if names not in self.made:
+            leaf = self.view.map(lambda t: t.detach().double().requires_grad_())
+            zeros = partial(torch.zeros, dtype=torch.float64, device=self.view.q.device)
+            starts = tuple(zeros(g.dimension, requires_grad=True) for g in near)
+            moved = Moved(leaf)
+            for generator, start in zip(near, starts, strict=True):
+                assert generator.near is not None
+                moved = moved.then(generator.near(moved.view, start))
+            self.made[names] = _Chart(near, starts, _tensors(moved.view), moved)
+        return self.made[names]
+
+    def _value(self, entry: Invariant, moved: Moved[AttentionView]) -> Tensor:
+        if entry.kind == "data":
+            function = entry.smooth or entry.function
+            return function(moved.view, _moved_root(moved, self.root))
+        if entry.smooth is not None:
+            return entry.smooth(moved.view)
+        return entry.function(moved.view if entry.through is None else entry.through(moved.view))
+
+
+def _change(entry: Invariant, before: Tensor, after: Tensor, moved: Moved[AttentionView]) -> float:
     orders = {"head": moved.heads, "group": moved.groups}
     for axis, what in enumerate(entry.per):
         if (order := orders[what]) is not None:
@@ -295,7 +341,7 @@ def _change(entry: Invariant, before: Tensor, after: Tensor, moved: Moved) -> fl
     return relative_change(before, after, entry.span, exact=entry.kind == "integer")
 
 
-def _moved_root(moved: Moved, root: Tensor | None) -> Tensor:
+def _moved_root(moved: Moved[AttentionView], root: Tensor | None) -> Tensor:
     """A L: the root of the moved inputs' covariance."""
     if root is None:
         root = torch.eye(moved.view.d, dtype=torch.float64, device=moved.view.q.device)
@@ -337,11 +383,11 @@ def _check(
 
 
 def _tensors(view: AttentionView) -> dict[str, list[Tensor]]:
-    """The tensors of each field of a view."""
+    """The tensors of each field of a view, as far as they can be differentiated in."""
     found = {}
     for name, value in vars(view).items():
         inside = [value] if isinstance(value, Tensor) else getattr(value, "__dict__", {}).values()
-        tensors = [t for t in inside if isinstance(t, Tensor)]
+        tensors = [t for t in inside if isinstance(t, Tensor) and t.requires_grad]
         if tensors:
             found[name] = tensors
     return found

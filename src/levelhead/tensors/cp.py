@@ -13,7 +13,9 @@ whole tensor. Its iterates are those of plain ALS in that order. Sweeps run in t
 the true one of the returned object, from the residual.
 
 ALS may diverge where no best approximation exists: components grow and cancel. Then the product
-of two components' cosines over all modes tends to -1 (`degeneracy`), and the fit says so.
+of two components' cosines over all modes tends to -1 (`degeneracy`) while the weights of both grow
+beyond the size of x, and the fit says so (Krijnen, Dijkstra & Stegeman 2008). Two components that
+are nearly opposite but short, as in a poor fit of noise, are no sign of it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError, LevelheadWarning
+from levelhead.base.numerics import threads
 from levelhead.tensors.cp_line_search import extrapolated
 from levelhead.tensors.cp_targets import (
     CPTarget,
@@ -40,13 +43,16 @@ from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.tensors.multilinear import squared_norm
 from levelhead.tensors.subspaces import leading_subspace, random_matrix
 
-__all__ = ["CPTensor", "Init", "cp"]
+__all__ = ["CPTensor", "Init", "cp", "largest_useful_rank"]
 
 Init = Literal["svd", "qr", "random"]
 
-# A pair of components whose triple cosine is below this cancels nine tenths of its length …
-_ALARM_COSINE = -0.8
-# … and is diverging if its weights still grow by this factor over the second half of the sweeps.
+# Fits of at most so many products a sweep are far faster on one thread than on several.
+_SMALL = 1 << 24
+# A pair of components whose cosines multiply to less than this cancels more than half its length …
+_ALARM_COSINE = -0.85
+# … and diverges if both are longer than x, so that they can only be there to cancel, and still grow
+# by this factor over the second half of the sweeps.
 _ALARM_GROWTH = 1.05
 
 
@@ -55,9 +61,10 @@ class CPTensor:
     """weights [R], falling, and factors [n_k, R] with unit columns, float64.
 
     `relative_error` is ‖x - x̂‖/‖x‖. `degeneracy` is the smallest product over all modes of two
-    components' cosines, from -1 to 1; `degenerate` says that it is near -1 while the weights still
-    grew. `converged`: the error settled to the tolerance before the sweeps ran out. `history`
-    holds the monitored relative error after each of the `sweeps`.
+    components' cosines, from -1 to 1; `degenerate` says that it is near -1 for two components whose
+    weights are larger than ‖x‖ and still grew. `converged`: the error settled to the tolerance
+    before the sweeps ran out. `history` holds the monitored relative error after each of the
+    `sweeps`.
     """
 
     weights: Tensor
@@ -156,7 +163,7 @@ def cp(
     for name, value in (("rank", rank), ("starts", starts), ("sweeps", sweeps)):
         if value < 1:
             raise InputError(f"{name}={value} was given; expected at least 1")
-    with torch.no_grad():
+    with torch.no_grad(), threads(1 if _products(x, rank) <= _SMALL else None):
         target: CPTarget = StackCPTarget(x) if isinstance(x, LowRankStack) else DenseCPTarget(x)
         best: CPTensor | None = None
         for start in range(starts):
@@ -177,6 +184,22 @@ def cp(
             stacklevel=2,
         )
     return best
+
+
+def largest_useful_rank(shape: Sequence[int]) -> int:
+    """The product of all sizes but the largest: with so many components every tensor is exact.
+
+    >>> largest_useful_rank((12, 384, 384)), largest_useful_rank((12, 32, 384, 3))
+    (4608, 1152)
+    """
+    return math.prod(shape) // max(shape)
+
+
+def _products(x: Tensor | LowRankStack, rank: int) -> int:
+    """About how many multiplications one product with all of x takes."""
+    if isinstance(x, LowRankStack):
+        return (x.left.numel() + x.right.numel()) * rank
+    return x.numel() * rank
 
 
 def _start(
@@ -219,7 +242,7 @@ def _als(
     last, total = target.order[-1], target.squared_norm
     grams = [_gram(f) for f in factors]
     history: list[float] = []
-    sizes: list[float] = []
+    sizes: list[Tensor] = []
     inner = 0.0
 
     def solve(mode: int, mttkrp: Tensor) -> None:
@@ -239,16 +262,21 @@ def _als(
         if line_search and number > 0 and number + 1 < sweeps:
             square = extrapolated(target, old, factors, grams, square)
         history.append(math.sqrt(max(square, 0.0) / total) if total > 0 else 0.0)
-        sizes.append(float(factors[last].double().square().sum(0).amax().sqrt()))
+        sizes.append(factors[last].double().square().sum(0).sqrt())
         if len(history) > 1 and abs(history[-2] - history[-1]) < tolerance:
             break
     converged = len(history) > 1 and abs(history[-2] - history[-1]) < tolerance
-    return _finished(factors, history, sizes, converged)
+    return _finished(factors, history, sizes, converged, math.sqrt(total))
 
 
 def _finished(
-    factors: list[Tensor], history: list[float], sizes: list[float], converged: bool
+    factors: list[Tensor],
+    history: list[float],
+    sizes: list[Tensor],
+    converged: bool,
+    size: float,
 ) -> CPTensor:
+    """`sizes` holds the components' lengths [R] after each sweep, `size` is ‖x‖."""
     exact = [f.double() for f in factors]
     lengths = [_lengths(f) for f in exact]
     unit = [f / length for f, length in zip(exact, lengths, strict=True)]
@@ -260,7 +288,8 @@ def _finished(
     cosines = _product([_gram(f) for f in unit])
     cosines.fill_diagonal_(1.0)
     degeneracy = float(cosines.min())
-    growing = sizes[-1] > _ALARM_GROWTH * sizes[len(sizes) // 2]
+    growing = (sizes[-1] > _ALARM_GROWTH * sizes[len(sizes) // 2])[order] & (weights[order] > size)
+    cancelling = (cosines < _ALARM_COSINE) & growing[:, None] & growing[None, :]
     return CPTensor(
         weights[order],
         tuple(unit),
@@ -268,7 +297,7 @@ def _finished(
         len(history),
         converged,
         degeneracy,
-        degeneracy < _ALARM_COSINE and growing,
+        bool(cancelling.any()),
         tuple(history),
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["differentiable_singular_values", "factored_svd", "triangles"]
+__all__ = ["differentiable_singular_values", "factored_svd", "slope_of_values", "triangles"]
 
 
 def triangles(factor: Tensor) -> Tensor:
@@ -44,6 +44,27 @@ def differentiable_singular_values(left: Tensor, right: Tensor) -> Tensor:
     return sigma
 
 
+def slope_of_values(
+    grad: Tensor,
+    left: Tensor,
+    right: Tensor,
+    alive: Tensor,
+    u: Tensor,
+    v: Tensor,
+    left_u: Tensor,
+    right_v: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Slopes of Σ grad_a σ_a in left and right: (right v) diag(grad) uᵀ, (left u) diag(grad) vᵀ.
+
+    grad, alive [h, k]; u [h, m, k], v [h, n, k] and left u, right v [h, r, k]. Values that are not
+    alive have none. Differentiating the result is an error.
+    """
+    slopes: tuple[Tensor, Tensor] = _Slope.apply(  # type: ignore[no-untyped-call]
+        grad, left, right, alive, u, v, left_u, right_v
+    )
+    return slopes
+
+
 class _SingularValues(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -62,8 +83,7 @@ class _SingularValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        to_left, to_right = _Slope.apply(grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return to_left, to_right
+        return slope_of_values(grad, *ctx.saved_tensors)
 
 
 class _Slope(torch.autograd.Function):

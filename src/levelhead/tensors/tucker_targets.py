@@ -23,8 +23,13 @@ from levelhead.tensors.multilinear import (
     squared_norm,
     working,
 )
+from levelhead.tensors.power_sweeps import PowerSweeps
+from levelhead.tensors.subspaces import is_large
 
 __all__ = ["DenseTarget", "StackTarget", "Target", "Update"]
+
+# Below this share of ‖l‖²‖r‖², ‖lᵀ r‖² from Gram matrices has lost four digits of sixteen.
+_CANCELLED = 1e-4
 
 # Called with a mode, a partial projection and the axis of the mode in it; returns the new factor.
 Update = Callable[[int, Tensor, int], Tensor]
@@ -153,8 +158,7 @@ class StackTarget:
         self.shape: tuple[int, ...] = stack.shape
         self.stack = stack
         with torch.no_grad():
-            energies = stack.frobenius_norms().square().sum()
-        self.squared_norm = finite_norm(energies, repr(stack))
+            self.squared_norm = finite_norm(_energy(stack), repr(stack))
         dtype = torch.float64 if stack.dtype == torch.float64 else torch.float32
         self._left, self._right = stack.left.detach().to(dtype), stack.right.detach().to(dtype)
         h = len(stack)
@@ -186,6 +190,15 @@ class StackTarget:
         factors[2] = update(2, last, 1)
         return float(squared_norm(mode_product(last, factors[2].mT, 1)))
 
+    def is_large(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the modes of the slices are too long for a full factorisation in every sweep."""
+        h, m, n = self.shape
+        return is_large(m, h * n, ranks[1]) and is_large(n, h * m, ranks[2])
+
+    def power_sweeps(self, factors: list[Tensor]) -> PowerSweeps:
+        """Cheaper and less thorough sweeps of the same factors."""
+        return PowerSweeps(self._left, self._right, self._left_of, self._right_of, factors)
+
     def core(self, factors: list[Tensor]) -> Tensor:
         """See `Target`."""
         left, right = self._left.double(), self._right.double()
@@ -198,6 +211,20 @@ class StackTarget:
 
     def _cores(self, left: Tensor, right: Tensor) -> Tensor:
         return left[self._left_of].mT @ right[self._right_of]
+
+
+def _energy(stack: LowRankStack) -> Tensor:
+    """Σ_i ‖A_i‖² in float64, from the Gram matrices of the factors unless digits cancel there."""
+    grams = [x.double() @ x.double().mT for x in (stack.left, stack.right)]
+    left, right = (
+        gram if of is None else gram[list(of)]
+        for gram, of in zip(grams, (stack.left_group, stack.group), strict=True)
+    )
+    energies = (left * right).sum((1, 2))
+    bounds = left.diagonal(dim1=1, dim2=2).sum(1) * right.diagonal(dim1=1, dim2=2).sum(1)
+    if bool((energies < _CANCELLED * bounds).any()):
+        return stack.frobenius_norms().square().sum()
+    return energies.sum()
 
 
 def stack_squared_error(stack: LowRankStack, core: Tensor, factors: list[Tensor]) -> float:

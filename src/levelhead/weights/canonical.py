@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.folding import drop_key_bias
 from levelhead.weights.gauge import act_on_vo, carry_qk, inner_blocks
+from levelhead.weights.layer_weights import LayerWeights, View
 from levelhead.weights.structure import Disentangled
 
 __all__ = ["Balance", "CanonicalGauge", "balance", "canonical", "clusters"]
@@ -39,7 +40,7 @@ Clusters = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class CanonicalGauge:
+class CanonicalGauge(Generic[View]):
     """`view` in balanced gauge, and what its components are.
 
     Args:
@@ -53,7 +54,7 @@ class CanonicalGauge:
         tolerance: of the clusters, relative to the largest σ of a group.
     """
 
-    view: AttentionView
+    view: View
     qk_values: Tensor
     ov_values: Tensor
     qk_clusters: tuple[Clusters, ...]
@@ -64,11 +65,11 @@ class CanonicalGauge:
 
 
 def canonical(
-    view: AttentionView,
+    view: View,
     *,
-    reference: AttentionView | Tensor | None = None,
+    reference: LayerWeights | Tensor | None = None,
     tolerance: float | None = None,
-) -> CanonicalGauge:
+) -> CanonicalGauge[View]:
     """The layer in balanced gauge, QK and OV; same function, forms and maps. Without gradient.
 
     A void k_bias is dropped, other biases and disentangled positions move along. Queries and keys
@@ -84,8 +85,8 @@ def canonical(
 
     Raises InputError for a reference of other shapes.
 
-    >>> view = AttentionView(q=torch.tensor([[[2.0, 0.0]]]), k=torch.tensor([[[0.0, 8.0]]]),
-    ...                      v=torch.ones(1, 1, 2), o=torch.ones(1, 2, 1))
+    >>> view = LayerWeights(q=torch.tensor([[[2.0, 0.0]]]), k=torch.tensor([[[0.0, 8.0]]]),
+    ...                     v=torch.ones(1, 1, 2), o=torch.ones(1, 2, 1))
     >>> found = canonical(view)
     >>> found.view.q.abs(), found.qk_values
     (tensor([[[4., 0.]]]), tensor([[16.]], dtype=torch.float64))
@@ -138,7 +139,7 @@ class Balance:
     ov: Tensor
 
 
-def balance(view: AttentionView) -> Balance:
+def balance(view: LayerWeights) -> Balance:
     """‖Σ_i q_i q_iᵀ - k kᵀ‖/(‖Σ_i q_i q_iᵀ‖ + ‖k kᵀ‖) for each group, and the same for o and v.
 
     Under rotary positions only what the layer's gauge can change counts: |q_f|² against |k_f|² of
@@ -163,7 +164,7 @@ class _Pair:
     back: Tensor
 
 
-def _balanced_qk(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int, ...]]:
+def _balanced_qk(view: View) -> tuple[View, Tensor, tuple[int, ...]]:
     blocks, d_k = inner_blocks(view), view.d_k
     carried = view.q_bias is not None or view.k_bias is not None
     carried = carried or isinstance(view.position, Disentangled)
@@ -193,7 +194,7 @@ def _balanced_qk(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int,
     return carry_qk(view, forth, back, q=q, k=k), values, tuple(sorted(set(kept)))
 
 
-def _balanced_ov(view: AttentionView) -> tuple[AttentionView, Tensor, tuple[int, ...]]:
+def _balanced_ov(view: View) -> tuple[View, Tensor, tuple[int, ...]]:
     o, v = view.o.clone(), view.v.clone()
     bias = None if view.v_bias is None else view.v_bias.clone()
     values, kept = view.v.new_zeros(view.groups, view.d_v), []
@@ -239,7 +240,7 @@ def _balanced(left: Tensor, right: Tensor, tied: bool, carried: bool) -> _Pair:
     return _Pair(new_left, new_right, values, **maps)
 
 
-def _plane(left: Tensor, right: Tensor, view: AttentionView) -> _Pair:
+def _plane(left: Tensor, right: Tensor, view: LayerWeights) -> _Pair:
     """left [2, n], right [2, n'] as complex rows: equal lengths, and Σ q k real and positive.
 
     In cross-attention queries and keys have no common coordinates: there Σ q² is made positive.
@@ -271,12 +272,12 @@ def _still(like: Tensor) -> dict[str, Tensor]:
 
 
 def _referred(
-    view: AttentionView,
-    reference: AttentionView | Tensor,
+    view: View,
+    reference: LayerWeights | Tensor,
     qk: tuple[Clusters, ...],
     ov: tuple[Clusters, ...],
     planes: tuple[tuple[int, int], ...],
-) -> AttentionView:
+) -> View:
     """Signs, and rotations inside clusters, as close to the reference as they can be."""
     if isinstance(reference, Tensor):
         if reference.shape != (view.d,) or view.cross:
@@ -308,7 +309,7 @@ def _referred(
 
 
 def _turns(
-    view: AttentionView,
+    view: LayerWeights,
     pairs: list[tuple[Tensor, Tensor]],
     runs: tuple[Clusters, ...],
     planes: tuple[tuple[int, int], ...],
@@ -340,14 +341,14 @@ def _turns(
 # ── balance ──
 
 
-def _grams(view: AttentionView, rows: Tensor) -> Tensor:
+def _grams(view: LayerWeights, rows: Tensor) -> Tensor:
     """Σ over the heads of a group of rows rowsᵀ: [g, r, r] from [h, r, n]."""
     groups = torch.tensor(view.kv_group, device=rows.device)
     products = rows @ rows.mT
     return products.new_zeros(view.groups, *products.shape[1:]).index_add(0, groups, products)
 
 
-def _movable(view: AttentionView, gram: Tensor) -> Tensor:
+def _movable(view: LayerWeights, gram: Tensor) -> Tensor:
     """The part of a Gram matrix [g, d_k, d_k] that the layer's gauge can change."""
     blocks = inner_blocks(view)
     mask = torch.zeros_like(gram[0])

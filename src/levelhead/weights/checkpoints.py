@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from levelhead.weights.gguf_files import open_gguf
 from levelhead.weights.llama2c import is_llama2c, open_llama2c
 from levelhead.weights.safetensors_files import open_index, open_safetensors
 from levelhead.weights.stored import BROKEN, Weights, unreadable
-from levelhead.weights.torch_files import open_torch
+from levelhead.weights.torch_files import not_dense, open_torch, plain_tensors
 
 __all__ = ["Weights", "open_weights"]
 
@@ -37,6 +39,7 @@ _IN_FOLDER = (
 _ENDINGS = (".safetensors", ".gguf", ".pt", ".pth", ".bin")
 _ATTRIBUTES = ("num_heads", "n_head", "n_heads", "num_key_value_heads")
 _CONFIG_LIMIT = 10_000_000
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def open_weights(source: object) -> Weights:
@@ -60,19 +63,34 @@ def open_weights(source: object) -> Weights:
             f"a {type(source).__name__} was given; expected a path, a mapping of names to "
             "tensors, or a torch module"
         )
-    path = Path(source)
+    given = os.fsdecode(source)
+    if not given:
+        raise InputError("no path was given: name a file or folder of weights")
+    path = Path(given)
     try:
         if not path.exists():
-            raise StoredFileError(f"{path} does not exist: check the path")
+            raise StoredFileError(_missing(given, path))
         weights = _open_folder(path) if path.is_dir() else _open_file(path)
     except OSError as error:
         raise unreadable(path, error.strerror or error, "check the path") from error
     if weights.config is not None:
         return weights
     config = _read_config(path if path.is_dir() else path.parent)
-    return Weights(
-        weights.where, weights.format, weights.shapes, weights.get, config, "config.json"
-    )
+    return replace(weights, config=config, config_where="config.json")
+
+
+def _missing(given: str, path: Path) -> str:
+    """What to say of a path that leads nowhere."""
+    if "://" in given:
+        return f"{given} is an address: levelhead reads files, so download it first"
+    if path.is_symlink():
+        return f"{given} is a symbolic link that leads nowhere or back to itself: check the link"
+    if _HUB_NAME.fullmatch(given) and not path.parent.exists():
+        return (
+            f"{given} does not exist; if it is a model's name on a hub, download it first "
+            f"(hf download {given} --local-dir {path.name}): levelhead reads files"
+        )
+    return f"{given} does not exist: check the path"
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -80,6 +98,8 @@ def _open_folder(folder: Path) -> Weights:
         if (folder / name).is_file():
             return _open_file(folder / name)
     files = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
+    if not files:
+        _refuse_odd(folder)
     if len(files) != 1:
         listed = ", ".join(p.name for p in files[:5]) or "none of the files of a checkpoint"
         raise StoredFileError(
@@ -88,9 +108,26 @@ def _open_folder(folder: Path) -> Weights:
     return _open_file(files[0])
 
 
+def _refuse_odd(folder: Path) -> None:
+    """Say so where a checkpoint's name is that of a folder, a pipe or a broken link."""
+    if folder.suffix in _ENDINGS:
+        raise StoredFileError(f"{folder} is a folder, though it is named like a file: check it")
+    for path in (folder / name for name in _IN_FOLDER):
+        if path.is_dir():
+            raise StoredFileError(f"{path} is a folder, though it is named like a file: check it")
+        if path.is_symlink() and not path.exists():
+            raise StoredFileError(_missing(str(path), path))
+        if path.exists():
+            raise StoredFileError(f"{path} is no regular file: give a file or a folder")
+
+
 def _open_file(path: Path) -> Weights:
+    if not path.is_file():  # to open a pipe would wait for ever
+        raise StoredFileError(f"{path} is no regular file: give a file or a folder")
     with path.open("rb") as file:
         start = file.read(16)
+    if not start:
+        raise StoredFileError(f"{path} is empty: restore it or download it again")
     if path.name.endswith(".index.json"):
         return open_index(path, _open_file)
     if start[:4] == b"GGUF":
@@ -126,24 +163,34 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _open_mapping(source: Mapping[Any, Any]) -> Weights:
-    tensors: dict[str, Tensor] = {}
-    for name, value in source.items():
-        if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-            value = torch.from_numpy(value)
-        if isinstance(name, str) and isinstance(value, Tensor):
-            tensors[name] = value
-    if not tensors:
+    held = {
+        name: torch.from_numpy(value)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f"
+        else value
+        for name, value in source.items()
+    }
+    tensors, left = plain_tensors(held), not_dense(held)
+    if not tensors and not left:
         raise InputError("a mapping without tensors was given; expected names and their tensors")
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    return Weights("the mapping given", "mapping", shapes, tensors.__getitem__)
+    return Weights("the mapping given", "mapping", shapes, tensors.__getitem__, left=left)
 
 
 def _open_module(module: nn.Module) -> Weights:
     """A live module: its parameters and buffers as they are, its config, its modules' counts."""
-    tensors: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    tensors |= dict(module.named_parameters(remove_duplicate=False))
+    held: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    held |= dict(module.named_parameters(remove_duplicate=False))
+    for path, part in module.named_modules(remove_duplicate=False):
+        if callable(plain := getattr(part, "plain_weights", None)):
+            # Factors that multiply out to the weights of a layer of known names.
+            start = f"{path}." if path else ""
+            held = {name: t for name, t in held.items() if not name.startswith(start)}
+            held |= {f"{start}{name}": tensor for name, tensor in plain().items()}
+    tensors, left = plain_tensors(held), not_dense(held)
     config: Any = getattr(module, "config", None)
     config = config.to_dict() if hasattr(config, "to_dict") else config
+    if is_dataclass(config):  # as nanoGPT's
+        config = {f.name: getattr(config, f.name) for f in fields(config)}
     if not isinstance(config, Mapping):
         config = None
     attributes: dict[str, dict[str, Any]] = {}
@@ -162,4 +209,5 @@ def _open_module(module: nn.Module) -> Weights:
         config,
         "config",
         attributes,
+        left,
     )

@@ -201,6 +201,13 @@ def norm(
                 size = layer.setting(setting, silent, of="input_norm") if setting else silent
                 weight = layer.read(f"{template}.{gain}")
                 shift = layer.read_if(f"{template}.{bias}")
+                before = layer.origins.get("input_norm")
+                eps_by = f", eps {before.source}" if before is not None else ""
+                layer.note(
+                    "input_norm",
+                    before.how if before else "read",
+                    f"{layer.path(template)}{eps_by}",
+                )
                 return InputNorm(
                     kind, weight + 1 if plus_one else weight, shift, float(size), position
                 )

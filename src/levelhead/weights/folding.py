@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.gauge import inner_blocks
+from levelhead.weights.layer_weights import LayerWeights, View
 from levelhead.weights.structure import Disentangled, exchanged
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def folded(view: AttentionView) -> AttentionView:
+def folded(view: View) -> View:
     """Everything that can be folded: the input norm, the bias of values, void biases of keys.
 
     What spectra and symmetries should be computed on. The result reads the norm's output without
@@ -43,7 +43,7 @@ def folded(view: AttentionView) -> AttentionView:
     return drop_key_bias(view)
 
 
-def fold_input_norm(view: AttentionView) -> AttentionView:
+def fold_input_norm(view: View) -> View:
     """W → W diag(γ), b → b + W β, and for LayerNorm also W → W P; the norm is left without affine.
 
     q, k and v are folded (q alone in cross-attention, where k and v read another sequence). A norm
@@ -52,8 +52,8 @@ def fold_input_norm(view: AttentionView) -> AttentionView:
 
     >>> from levelhead.weights.structure import InputNorm
     >>> one = torch.ones(1, 1, 2)
-    >>> view = AttentionView(q=one, k=one, v=one, o=one.mT,
-    ...                      input_norm=InputNorm("rms", torch.tensor([2.0, 3.0])))
+    >>> view = LayerWeights(q=one, k=one, v=one, o=one.mT,
+    ...                     input_norm=InputNorm("rms", torch.tensor([2.0, 3.0])))
     >>> fold_input_norm(view).q
     tensor([[[2., 3.]]])
     """
@@ -87,7 +87,7 @@ def fold_input_norm(view: AttentionView) -> AttentionView:
     return exchanged(view, changes)
 
 
-def fold_value_bias(view: AttentionView) -> AttentionView:
+def fold_value_bias(view: View) -> View:
     """(v_bias, o_bias) → (none, o_bias + Σ_i o_i v_bias_{g(i)}).
 
     Raises InputError unless rows of attention sum to one.
@@ -104,7 +104,7 @@ def fold_value_bias(view: AttentionView) -> AttentionView:
     return replace(view, v_bias=None, o_bias=output)
 
 
-def drop_key_bias(view: AttentionView) -> AttentionView:
+def drop_key_bias(view: View) -> View:
     """k_bias without the dimensions in which it is void; none at all if that is everywhere."""
     void = void_key_dimensions(view)
     if view.k_bias is None or isinstance(void, str):
@@ -116,7 +116,7 @@ def drop_key_bias(view: AttentionView) -> AttentionView:
     return replace(view, k_bias=view.k_bias * kept)
 
 
-def void_key_dimensions(view: AttentionView) -> tuple[int, ...] | str:
+def void_key_dimensions(view: LayerWeights) -> tuple[int, ...] | str:
     """The inner dimensions in which a bias of keys changes nothing, or the reason why none is.
 
     q·k_bias is the same for all keys of a query, and softmax does not see it; not so under rotary
@@ -136,7 +136,7 @@ def void_key_dimensions(view: AttentionView) -> tuple[int, ...] | str:
     return free or "rotary positions turn every dimension of the bias of keys"
 
 
-def centre_output(view: AttentionView) -> AttentionView:
+def centre_output(view: View) -> View:
     """o → P o, o_bias → P o_bias with P = I - 11ᵀ/d_out: what a LayerNorm behind it still sees."""
     o = view.o - view.o.mean(1, keepdim=True)
     bias = view.o_bias

@@ -1,4 +1,4 @@
-"""Moves of an attention layer's inner bases, and of what goes with them, on an `AttentionView`.
+"""Moves of an attention layer's inner bases, and of what goes with them, on its weights.
 
 Axes as in `attention_view`: h heads, g key/value groups, q [h, d_k, d], k [g, d_k, d_source],
 v [g, d_v, d_source], o [h, d_out, d_v]. One element acts for each *group*: queries of all heads
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.weights.attention_view import AttentionView
+from levelhead.weights.layer_weights import LayerWeights, View
 from levelhead.weights.structure import Disentangled, Latent, QKNorm, Relative, Rope, exchanged
 
 __all__ = [
@@ -60,14 +60,14 @@ class InnerBlocks:
     free: tuple[tuple[int, ...], ...]
 
 
-def inner_blocks(view: AttentionView) -> InnerBlocks:
+def inner_blocks(view: LayerWeights) -> InnerBlocks:
     """The planes that turn, and the sets of dimensions that do not.
 
     Planes of frequency zero count as free. Rows of keys that a latent norm divides do not mix
     with those that it leaves alone.
 
-    >>> view = AttentionView(q=torch.ones(1, 6, 2), k=torch.ones(1, 6, 2), v=torch.ones(1, 1, 2),
-    ...                      o=torch.ones(1, 2, 1), position=Rope("half", 4, 100.0))
+    >>> view = LayerWeights(q=torch.ones(1, 6, 2), k=torch.ones(1, 6, 2), v=torch.ones(1, 1, 2),
+    ...                     o=torch.ones(1, 2, 1), position=Rope("half", 4, 100.0))
     >>> inner_blocks(view)
     InnerBlocks(planes=((0, 2), (1, 3)), free=((4, 5),))
     """
@@ -125,7 +125,7 @@ def random_orthogonal(count: int, n: int, generator: torch.Generator) -> Tensor:
     return torch.as_tensor(q * signs[:, None, :])
 
 
-def rotary_element(view: AttentionView, planes: Tensor, free: Sequence[Tensor]) -> Tensor:
+def rotary_element(view: LayerWeights, planes: Tensor, free: Sequence[Tensor]) -> Tensor:
     """Element [g, d_k, d_k] from numbers (a, b) [g, planes, 2] and maps of each free block.
 
     `free` holds [g, m, m] for every block of m free dimensions, in the order of `inner_blocks`.
@@ -146,15 +146,15 @@ def rotary_element(view: AttentionView, planes: Tensor, free: Sequence[Tensor]) 
 # ── moves of the inner bases ──
 
 
-def act_on_qk(view: AttentionView, element: Tensor) -> AttentionView:
+def act_on_qk(view: View, element: Tensor) -> View:
     """q_i → m q_i and k → m⁻ᵀ k for m = element[kv_group[i]], element [g, d_k, d_k].
 
     Biases, the shifts of a norm of queries and keys, and the projections of disentangled positions
     move along. Raises InputError for another shape, or if a shift that all groups share would have
     to move in several ways.
 
-    >>> view = AttentionView(q=torch.ones(1, 1, 2), k=torch.ones(1, 1, 2), v=torch.ones(1, 1, 2),
-    ...                      o=torch.ones(1, 2, 1))
+    >>> view = LayerWeights(q=torch.ones(1, 1, 2), k=torch.ones(1, 1, 2), v=torch.ones(1, 1, 2),
+    ...                     o=torch.ones(1, 2, 1))
     >>> moved = act_on_qk(view, torch.tensor([[[2.0]]]))
     >>> moved.q, moved.k
     (tensor([[[2., 2.]]]), tensor([[[0.5000, 0.5000]]]))
@@ -164,9 +164,7 @@ def act_on_qk(view: AttentionView, element: Tensor) -> AttentionView:
     return carry_qk(view, forth, back, q=_by_head(view, forth) @ view.q, k=back @ view.k)
 
 
-def carry_qk(
-    view: AttentionView, forth: Tensor, back: Tensor, *, q: Tensor, k: Tensor
-) -> AttentionView:
+def carry_qk(view: View, forth: Tensor, back: Tensor, *, q: Tensor, k: Tensor) -> View:
     """The view with new q and k, and all that goes with them moved by `forth` and `back`."""
     heads = _by_head(view, forth)
     changes: dict[str, Any] = {"q": q, "k": k}
@@ -192,14 +190,14 @@ def carry_qk(
     return exchanged(view, changes)
 
 
-def act_on_vo(view: AttentionView, element: Tensor) -> AttentionView:
+def act_on_vo(view: View, element: Tensor) -> View:
     """v → m v and o_i → o_i m⁻¹ for m = element[kv_group[i]], element [g, d_v, d_v]; v_bias too."""
     forth = _element(view, element, view.d_v)
     inverse = _by_head(view, torch.linalg.inv(forth))
     return replace(view, v=forth @ view.v, v_bias=_times(forth, view.v_bias), o=view.o @ inverse)
 
 
-def rescale_qk(view: AttentionView, queries: Tensor, keys: Tensor) -> AttentionView:
+def rescale_qk(view: View, queries: Tensor, keys: Tensor) -> View:
     """q_i → queries[i] q_i, k_j → keys[j] k_j, biases too; queries [h], keys [g].
 
     Leaves the function alone where queries and keys are normed (up to the norm's eps).
@@ -214,7 +212,7 @@ def rescale_qk(view: AttentionView, queries: Tensor, keys: Tensor) -> AttentionV
     )
 
 
-def rescale_qk_gains(view: AttentionView, factor: Tensor) -> AttentionView:
+def rescale_qk_gains(view: View, factor: Tensor) -> View:
     """γ_q → factor·γ_q, γ_k → γ_k/factor, shifts alike; factor [d_k], or [g, d_k] per group.
 
     Raises InputError without gains on both sides, or if per-group factors meet shared gains.
@@ -237,7 +235,7 @@ def rescale_qk_gains(view: AttentionView, factor: Tensor) -> AttentionView:
     return replace(view, qk_norm=exchanged(norm, changed))
 
 
-def rescale_scores(view: AttentionView, factor: Tensor) -> AttentionView:
+def rescale_scores(view: View, factor: Tensor) -> View:
     """B_i → factor[i] B_i and M_i → M_i/factor[i], factor [h] positive; for linear weighting.
 
     The factor goes into q alone, or where k is the same parameter into both by its root.
@@ -254,7 +252,7 @@ def rescale_scores(view: AttentionView, factor: Tensor) -> AttentionView:
 # ── permutations, biases, outer basis ──
 
 
-def permute_heads(view: AttentionView, order: Sequence[int]) -> AttentionView:
+def permute_heads(view: View, order: Sequence[int]) -> View:
     """Head i of the result is head order[i] of the view, with all that belongs to it.
 
     Whole groups may change places and heads within a group; `kv_group` stays. Raises InputError if
@@ -293,8 +291,8 @@ def permute_heads(view: AttentionView, order: Sequence[int]) -> AttentionView:
 
 
 def rotate_basis(
-    view: AttentionView, inputs: Tensor, source: Tensor | None = None, output: Tensor | None = None
-) -> AttentionView:
+    view: View, inputs: Tensor, source: Tensor | None = None, output: Tensor | None = None
+) -> View:
     """The same layer in another orthonormal basis: x → inputs x, and what it writes → output y.
 
     `inputs` [d, d], `source` [d_source, d_source] (by default `inputs`, and not for
@@ -328,14 +326,14 @@ def rotate_basis(
     return exchanged(view, changes)
 
 
-def shift_key_bias(view: AttentionView, shift: Tensor) -> AttentionView:
+def shift_key_bias(view: View, shift: Tensor) -> View:
     """k_bias → k_bias + shift, shift [g, d_k]; void where softmax sees it as a term of a query."""
     if view.k_bias is None:
         raise InputError(f"{view.name}: there is no k_bias to shift")
     return replace(view, k_bias=view.k_bias + shift.to(view.q))
 
 
-def shift_value_bias(view: AttentionView, shift: Tensor) -> AttentionView:
+def shift_value_bias(view: View, shift: Tensor) -> View:
     """v_bias → v_bias + shift, o_bias → o_bias - Σ_i o_i shift_{g(i)}; shift [g, d_v].
 
     Leaves the function alone where the rows of attention sum to one.
@@ -350,7 +348,7 @@ def shift_value_bias(view: AttentionView, shift: Tensor) -> AttentionView:
 # ── private ──
 
 
-def _element(view: AttentionView, element: Tensor, width: int) -> Tensor:
+def _element(view: LayerWeights, element: Tensor, width: int) -> Tensor:
     expected = (view.groups, width, width)
     if tuple(element.shape) != expected:
         raise InputError(
@@ -360,7 +358,7 @@ def _element(view: AttentionView, element: Tensor, width: int) -> Tensor:
     return element.to(view.q)
 
 
-def _by_head(view: AttentionView, blocks: Tensor) -> Tensor:
+def _by_head(view: LayerWeights, blocks: Tensor) -> Tensor:
     """Blocks of groups [g, …] repeated for their heads [h, …]."""
     if view.kv_group == tuple(range(view.groups)):
         return blocks

@@ -6,15 +6,14 @@ at the identity, and is right to first order there: that is what gradients along
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
 
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.gauge import random_orthogonal
+from levelhead.weights.layer_weights import LayerWeights, View
 
 __all__ = [
     "FAMILIES",
@@ -35,7 +34,7 @@ FAMILIES = ("gauge", "bias", "scale", "norm", "permutation", "basis")
 
 
 @dataclass(frozen=True, eq=False)
-class Moved:
+class Moved(Generic[View]):
     """A view after a move, and how everything around it moved.
 
     `heads`, `groups`: head i of `view` was head heads[i] before, likewise groups; None: unmoved.
@@ -43,7 +42,7 @@ class Moved:
     unmoved.
     """
 
-    view: AttentionView
+    view: View
     heads: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
     inputs: Tensor | None = None
@@ -57,7 +56,7 @@ class Moved:
         a = self.inputs.to(c)
         return a @ c @ a.mT
 
-    def then(self, other: Moved) -> Moved:
+    def then(self, other: Moved[View]) -> Moved[View]:
         """This move and then `other`, a move of this one's view."""
         changes: dict[str, Any] = {}
         for name in ("heads", "groups"):
@@ -74,8 +73,18 @@ class Moved:
         return replace(other, **changes)
 
 
-Chart = Callable[[AttentionView, Tensor], Moved]
-Draw = Callable[[AttentionView, torch.Generator, float], Moved]
+class Chart(Protocol):
+    """Makes moves of a view from numbers near zero."""
+
+    def __call__(self, view: View, x: Tensor, /) -> Moved[View]:
+        """The view moved by the element that the numbers x stand for."""
+
+
+class Draw(Protocol):
+    """Makes random moves of a view."""
+
+    def __call__(self, view: View, random: torch.Generator, condition: float, /) -> Moved[View]:
+        """The view moved by a random element whose matrices have this condition number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +122,7 @@ class Generator:
 # ── charts and random numbers ──
 
 
-def no_planes(view: AttentionView) -> Tensor:
+def no_planes(view: LayerWeights) -> Tensor:
     """Numbers for the planes of a layer in which nothing turns: none, [g, 0, 2]."""
     return view.q.new_zeros(view.groups, 0, 2)
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.folding import void_key_dimensions
 from levelhead.weights.gauge import (
     act_on_vo,
@@ -32,6 +31,7 @@ from levelhead.weights.generator import (
     random_scales,
     rotation_dimension,
 )
+from levelhead.weights.layer_weights import LayerWeights, View
 from levelhead.weights.structure import Alibi, NoPosition, Rope
 
 __all__ = [
@@ -50,15 +50,15 @@ _CENTRED = 1e-6  # |W n| below this share of |W||n| is what float32 leaves of a 
 # ── values and biases ──
 
 
-def vo_gauge(view: AttentionView) -> Generator | str:
+def vo_gauge(view: LayerWeights) -> Generator | str:
     """GL(d_v) for each group."""
     g, n = view.groups, view.d_v
     rows = [view.d_out * len(view.members(j)) for j in range(g)]
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return Moved(act_on_vo(view, near_identity(x, g, [n])[0]))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return Moved(act_on_vo(view, random_linear(g, n, random, condition)))
 
     return Generator(
@@ -73,7 +73,7 @@ def vo_gauge(view: AttentionView) -> Generator | str:
     )
 
 
-def key_bias(view: AttentionView) -> Generator | str:
+def key_bias(view: LayerWeights) -> Generator | str:
     """k_bias → k_bias + anything, where softmax does not see it."""
     if view.k_bias is None:
         return "there is no bias of keys"
@@ -84,12 +84,12 @@ def key_bias(view: AttentionView) -> Generator | str:
         return "queries and keys are one parameter, and so are their biases"
     dims = list(void)
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         shift = torch.zeros(view.groups, view.d_k, dtype=x.dtype, device=x.device)
         shift[:, dims] = x.reshape(view.groups, len(dims))
         return Moved(shift_key_bias(view, shift))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         assert view.k_bias is not None
         return near(view, normal_numbers(view.k_bias, view.groups * len(dims), random))
 
@@ -104,7 +104,7 @@ def key_bias(view: AttentionView) -> Generator | str:
     )
 
 
-def value_bias(view: AttentionView) -> Generator | str:
+def value_bias(view: LayerWeights) -> Generator | str:
     """v_bias against o_bias, where rows of attention sum to one."""
     if view.v_bias is None or view.o_bias is None:
         return "biases of values and of the output are not both there"
@@ -113,10 +113,10 @@ def value_bias(view: AttentionView) -> Generator | str:
     if view.latent is not None:
         return "values are divided by a norm of their own token"
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return Moved(shift_value_bias(view, x.reshape(view.groups, view.d_v)))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         assert view.v_bias is not None
         return near(view, normal_numbers(view.v_bias, view.groups * view.d_v, random))
 
@@ -131,7 +131,7 @@ def value_bias(view: AttentionView) -> Generator | str:
     )
 
 
-def score_scale(view: AttentionView) -> Generator | str:
+def score_scale(view: LayerWeights) -> Generator | str:
     """(λ B_i, M_i/λ) where scores weigh values as they are."""
     if view.weighting != "linear":
         return "softmax does not commute with scaling"
@@ -142,10 +142,10 @@ def score_scale(view: AttentionView) -> Generator | str:
     if not isinstance(view.position, NoPosition | Rope):
         return "scores have a part that does not scale"
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return Moved(rescale_scores(view, 1 + x))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return Moved(rescale_scores(view, random_scales(view.heads, random, condition)))
 
     return Generator(
@@ -162,7 +162,7 @@ def score_scale(view: AttentionView) -> Generator | str:
 # ── the norm in front ──
 
 
-def input_gain(view: AttentionView) -> Generator | str:
+def input_gain(view: LayerWeights) -> Generator | str:
     """γ → c γ, W → W/c for a norm of this block whose gain is not folded."""
     norm = view.input_norm
     if norm.kind == "none" or norm.gain is None:
@@ -170,7 +170,7 @@ def input_gain(view: AttentionView) -> Generator | str:
     if norm.position != "pre":
         return "the norm's output is the residual stream, which others read"
 
-    def scaled(view: AttentionView, factor: Tensor) -> Moved:
+    def scaled(view: View, factor: Tensor) -> Moved[View]:
         factor = factor.to(view.q)
         norm = view.input_norm
         assert norm.gain is not None
@@ -192,10 +192,10 @@ def input_gain(view: AttentionView) -> Generator | str:
         spread = torch.diag(factor)
         return Moved(new, inputs=spread, source=None if view.cross else spread)
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return scaled(view, 1 + x)
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return scaled(view, random_scales(view.d, random, condition))
 
     read = {"q"} if view.cross else {"q", "k", "v"}
@@ -210,7 +210,7 @@ def input_gain(view: AttentionView) -> Generator | str:
     )
 
 
-def input_mean(view: AttentionView) -> Generator | str:
+def input_mean(view: LayerWeights) -> Generator | str:
     """W → W + u (1/γ)ᵀ: LayerNorm's output has no component along 1/γ."""
     norm = view.input_norm
     if norm.kind != "layer":
@@ -221,7 +221,7 @@ def input_mean(view: AttentionView) -> Generator | str:
         return "a gain of the norm in front is zero"
     names: tuple[str, ...] = ("q",) if view.cross else ("q", "k", "v")
 
-    def void(view: AttentionView) -> Tensor:
+    def void(view: View) -> Tensor:
         gain = view.input_norm.gain
         return torch.ones_like(view.q[0, 0]) if gain is None else 1 / gain.to(view.q)
 
@@ -235,7 +235,7 @@ def input_mean(view: AttentionView) -> Generator | str:
         names = names[:1] + names[2:]
     counts = [getattr(view, name)[..., 0].numel() for name in names]
 
-    def shifted(view: AttentionView, x: Tensor) -> Moved:
+    def shifted(view: View, x: Tensor) -> Moved[View]:
         changes = {}
         for name, part in zip(names, torch.split(x, counts), strict=True):
             weight = getattr(view, name)
@@ -245,7 +245,7 @@ def input_mean(view: AttentionView) -> Generator | str:
                 changes["k"] = view.k + added
         return Moved(replace(view, **changes))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return shifted(view, normal_numbers(view.q, sum(counts), random))
 
     return Generator(
@@ -262,7 +262,7 @@ def input_mean(view: AttentionView) -> Generator | str:
 # ── permutations and the outer basis ──
 
 
-def head_permutation(view: AttentionView) -> Generator | str:
+def head_permutation(view: LayerWeights) -> Generator | str:
     """Heads within a group and whole groups; ALiBi only exchanges equal slopes."""
     labels: tuple[float, ...] = (0.0,) * view.heads
     if isinstance(view.position, Alibi):
@@ -287,7 +287,7 @@ def head_permutation(view: AttentionView) -> Generator | str:
                         places[i] = there[a]
         return places
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         places = order(random)
         while places == list(range(view.heads)):
             places = order(random)
@@ -306,7 +306,7 @@ def head_permutation(view: AttentionView) -> Generator | str:
     )
 
 
-def basis_rotation(view: AttentionView) -> Generator | str:
+def basis_rotation(view: LayerWeights) -> Generator | str:
     """O(d) of the layer's input and output; behind LayerNorm it fixes the vector of ones."""
     if view.input_norm.gain is not None or view.input_norm.bias is not None:
         return "the gain or bias of the norm in front belongs to the basis: fold it first"
@@ -317,7 +317,7 @@ def basis_rotation(view: AttentionView) -> Generator | str:
         widths.append(view.d_out)
     centred = view.input_norm.kind == "layer"
 
-    def rotated(view: AttentionView, blocks: list[Tensor]) -> Moved:
+    def rotated(view: View, blocks: list[Tensor]) -> Moved[View]:
         rest = [b[0].to(view.q) for b in blocks]
         inputs = rest.pop(0)
         source = rest.pop(0) if view.cross else inputs
@@ -325,10 +325,10 @@ def basis_rotation(view: AttentionView) -> Generator | str:
         new = rotate_basis(view, inputs, source, output)
         return Moved(new, inputs=inputs, source=source, output=output)
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return rotated(view, near_rotations(x, 1, widths, centred))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return rotated(view, [random_rotation(1, n, random, centred) for n in widths])
 
     return Generator(

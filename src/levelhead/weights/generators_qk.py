@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.gauge import (
     act_on_qk,
     inner_blocks,
@@ -34,6 +33,7 @@ from levelhead.weights.generator import (
     random_scales,
     rotation_dimension,
 )
+from levelhead.weights.layer_weights import LayerWeights, View
 from levelhead.weights.structure import Disentangled, QKNorm, Rope
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-def notes(view: AttentionView) -> tuple[str, ...]:
+def notes(view: LayerWeights) -> tuple[str, ...]:
     """Where the layer's group is larger than its generators make it."""
     found = []
     if isinstance(view.position, Rope):
@@ -64,7 +64,7 @@ def notes(view: AttentionView) -> tuple[str, ...]:
 # ── what a layer's queries and keys allow ──
 
 
-def _unnormed(view: AttentionView) -> str | None:
+def _unnormed(view: LayerWeights) -> str | None:
     if view.qk_norm is not None:
         return "queries and keys are normed"
     return None
@@ -74,23 +74,23 @@ def _gained(norm: QKNorm) -> bool:
     return norm.q_gain is not None or norm.k_gain is not None
 
 
-def _common(view: AttentionView) -> bool:
+def _common(view: LayerWeights) -> bool:
     """Whether all groups must move alike: a shift behind the norm that all of them share."""
     norm = view.qk_norm
     shifts = () if norm is None else (norm.q_shift, norm.k_shift)
     return any(s is not None and s.ndim == 1 for s in shifts) and view.groups > 1
 
 
-def _turning(view: AttentionView) -> bool:
+def _turning(view: LayerWeights) -> bool:
     return bool(inner_blocks(view).planes)
 
 
-def _blocks_of_size(view: AttentionView) -> tuple[int, list[int]]:
+def _blocks_of_size(view: LayerWeights) -> tuple[int, list[int]]:
     blocks = inner_blocks(view)
     return len(blocks.planes), [len(block) for block in blocks.free]
 
 
-def _qk_fields(view: AttentionView) -> frozenset[str]:
+def _qk_fields(view: LayerWeights) -> frozenset[str]:
     names = {"q", "k", "q_bias", "k_bias"}
     if isinstance(view.position, Disentangled):
         names.add("position")
@@ -102,7 +102,7 @@ def _qk_fields(view: AttentionView) -> frozenset[str]:
 # ── linear maps of queries and keys ──
 
 
-def qk_gauge(view: AttentionView) -> Generator | str:
+def qk_gauge(view: LayerWeights) -> Generator | str:
     """GL(d_k) for each group (for each block that does not mix with others)."""
     if (reason := _unnormed(view)) is not None:
         return reason
@@ -115,12 +115,12 @@ def qk_gauge(view: AttentionView) -> Generator | str:
     rows = [view.d * len(view.members(j)) for j in range(g)]
     fibre = sum(pair_fibre(n, left, view.d_source) for n in sizes for left in rows)
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return Moved(
             act_on_qk(view, rotary_element(view, no_planes(view), near_identity(x, g, sizes)))
         )
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         free = [random_linear(g, n, random, condition) for n in sizes]
         return Moved(act_on_qk(view, rotary_element(view, no_planes(view), free)))
 
@@ -136,7 +136,7 @@ def qk_gauge(view: AttentionView) -> Generator | str:
     )
 
 
-def rotary_gauge(view: AttentionView) -> Generator | str:
+def rotary_gauge(view: LayerWeights) -> Generator | str:
     """A complex number for each plane of each group, and GL of what does not turn."""
     if (reason := _unnormed(view)) is not None:
         return reason
@@ -147,13 +147,13 @@ def rotary_gauge(view: AttentionView) -> Generator | str:
     g, (planes, sizes) = view.groups, _blocks_of_size(view)
     count = 2 * g * planes
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         numbers = x[:count].reshape(g, planes, 2) + x.new_tensor([1.0, 0.0])
         return Moved(
             act_on_qk(view, rotary_element(view, numbers, near_identity(x[count:], g, sizes)))
         )
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         numbers = random_complex(g, planes, random, condition)
         free = [random_linear(g, n, random, condition) for n in sizes]
         return Moved(act_on_qk(view, rotary_element(view, numbers, free)))
@@ -169,7 +169,7 @@ def rotary_gauge(view: AttentionView) -> Generator | str:
     )
 
 
-def qk_rotation(view: AttentionView) -> Generator | str:
+def qk_rotation(view: LayerWeights) -> Generator | str:
     """O(d_k) for each group: what norms without gains, or one parameter for q and k, leave."""
     norm = view.qk_norm
     if norm is None and not view.tied:
@@ -182,14 +182,14 @@ def qk_rotation(view: AttentionView) -> Generator | str:
     sizes = _blocks_of_size(view)[1]
     copies = 1 if _common(view) else view.groups
 
-    def element(view: AttentionView, blocks: list[Tensor]) -> Tensor:
+    def element(view: View, blocks: list[Tensor]) -> Tensor:
         blocks = [b.expand(view.groups, -1, -1) for b in blocks]
         return rotary_element(view, no_planes(view), blocks)
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return Moved(act_on_qk(view, element(view, near_rotations(x, copies, sizes, centred))))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         blocks = [random_rotation(copies, n, random, centred) for n in sizes]
         return Moved(act_on_qk(view, element(view, blocks)))
 
@@ -206,7 +206,7 @@ def qk_rotation(view: AttentionView) -> Generator | str:
     )
 
 
-def rotary_phase(view: AttentionView) -> Generator | str:
+def rotary_phase(view: LayerWeights) -> Generator | str:
     """A phase for each rotary plane: what norms without gains, or one parameter, leave of it."""
     norm = view.qk_norm
     if norm is None and not view.tied:
@@ -220,13 +220,13 @@ def rotary_phase(view: AttentionView) -> Generator | str:
     g, (planes, sizes) = view.groups, _blocks_of_size(view)
     count = g * planes
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         phase = x[:count].reshape(g, planes)
         numbers = torch.stack((torch.ones_like(phase), phase), -1)
         free = near_rotations(x[count:], g, sizes, False)
         return Moved(act_on_qk(view, rotary_element(view, numbers, free)))
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         numbers = random_complex(g, planes, random, 1.0)
         free = [random_orthogonal(g, n, random) for n in sizes]
         return Moved(act_on_qk(view, rotary_element(view, numbers, free)))
@@ -242,7 +242,7 @@ def rotary_phase(view: AttentionView) -> Generator | str:
     )
 
 
-def qk_sign(view: AttentionView) -> Generator | str:
+def qk_sign(view: LayerWeights) -> Generator | str:
     """Signs of channels: what gains of a norm of queries and keys leave."""
     norm = view.qk_norm
     if norm is None:
@@ -257,7 +257,7 @@ def qk_sign(view: AttentionView) -> Generator | str:
     if not one:
         runs = [*blocks.planes, *((a,) for block in blocks.free for a in block)]
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         drawn = torch.randint(2, (copies, len(runs)), generator=random).double() * 2 - 1
         signs = torch.ones(copies, view.d_k, dtype=torch.float64)
         for run, column in zip(runs, drawn.unbind(1), strict=True):
@@ -278,7 +278,7 @@ def qk_sign(view: AttentionView) -> Generator | str:
 # ── scales, gains and means of normed queries and keys ──
 
 
-def qk_scale(view: AttentionView) -> Generator | str:
+def qk_scale(view: LayerWeights) -> Generator | str:
     """A positive scale for the queries of each head and the keys of each group."""
     norm = view.qk_norm
     if norm is None:
@@ -288,15 +288,15 @@ def qk_scale(view: AttentionView) -> Generator | str:
     if view.tied:
         counts = (counts[0], 0)
 
-    def scaled(view: AttentionView, factors: Tensor) -> Moved:
+    def scaled(view: View, factors: Tensor) -> Moved[View]:
         queries = factors[: counts[0]]
         keys = queries if view.tied else factors[counts[0] :]
         return Moved(rescale_qk(view, queries.expand(view.heads), keys.expand(view.groups)))
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return scaled(view, 1 + x)
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return scaled(view, random_scales(sum(counts), random, condition))
 
     return Generator(
@@ -311,7 +311,7 @@ def qk_scale(view: AttentionView) -> Generator | str:
     )
 
 
-def qk_gain(view: AttentionView) -> Generator | str:
+def qk_gain(view: LayerWeights) -> Generator | str:
     """(γ_q, γ_k) → (c γ_q, γ_k/c), channel by channel."""
     norm = view.qk_norm
     if norm is None or norm.q_gain is None or norm.k_gain is None:
@@ -324,17 +324,17 @@ def qk_gain(view: AttentionView) -> Generator | str:
     if not norm.after_rope:
         runs = [*blocks.planes, *((a,) for block in blocks.free for a in block)]
 
-    def scaled(view: AttentionView, factors: Tensor) -> Moved:
+    def scaled(view: View, factors: Tensor) -> Moved[View]:
         where = torch.zeros(len(runs), view.d_k, dtype=factors.dtype)
         for row, run in zip(where, runs, strict=True):
             row[list(run)] = 1
         spread = factors.reshape(copies, len(runs)) @ where.to(factors.device)
         return Moved(rescale_qk_gains(view, spread[0] if shared else spread))
 
-    def near(view: AttentionView, x: Tensor) -> Moved:
+    def near(view: View, x: Tensor) -> Moved[View]:
         return scaled(view, 1 + x)
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return scaled(view, random_scales(copies * len(runs), random, condition))
 
     where = "plane" if blocks.planes and not norm.after_rope else "channel"
@@ -349,7 +349,7 @@ def qk_gain(view: AttentionView) -> Generator | str:
     )
 
 
-def qk_mean(view: AttentionView) -> Generator | str:
+def qk_mean(view: LayerWeights) -> Generator | str:
     """q_i → q_i + 1 uᵀ where a LayerNorm of queries and keys takes the mean away."""
     norm = view.qk_norm
     if norm is None or norm.kind != "layer":
@@ -363,7 +363,7 @@ def qk_mean(view: AttentionView) -> Generator | str:
         sizes += [(groups, view.d_source), (groups, 1 if view.k_bias is not None else 0)]
     count = sum(n * m for n, m in sizes)
 
-    def shifted(view: AttentionView, x: Tensor) -> Moved:
+    def shifted(view: View, x: Tensor) -> Moved[View]:
         parts = [
             p.reshape(s)
             for p, s in zip(torch.split(x, [n * m for n, m in sizes]), sizes, strict=True)
@@ -380,7 +380,7 @@ def qk_mean(view: AttentionView) -> Generator | str:
             )
         )
 
-    def draw(view: AttentionView, random: torch.Generator, condition: float) -> Moved:
+    def draw(view: View, random: torch.Generator, condition: float) -> Moved[View]:
         return shifted(view, normal_numbers(view.q, count, random))
 
     return Generator(

@@ -21,7 +21,22 @@ from levelhead.tensors.multilinear import working
 from levelhead.weights.settings import Settings
 from levelhead.weights.structure import Provenance
 
-__all__ = ["GetTensor", "Layer", "Shapes", "Sizes", "template_pattern"]
+__all__ = [
+    "GIVE_HEADS",
+    "GIVE_KV_HEADS",
+    "GetTensor",
+    "Layer",
+    "Shapes",
+    "Sizes",
+    "template_pattern",
+]
+
+# What to do where shapes alone do not say it.
+GIVE_HEADS = "give the number of heads (heads= in Python, --heads on the command line)"
+GIVE_KV_HEADS = (
+    "give the number of key/value groups (kv_heads= in Python, --set kv_heads=N on the command "
+    "line)"
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 GetTensor = Callable[[str], Tensor]
@@ -158,7 +173,7 @@ class Layer:
         if found[0] < 1 or found[1] < 1 or found[0] * found[1] != rows:
             raise InputError(
                 f"{self.module}: {rows} rows of queries cannot be {found[0]} heads of width "
-                f"{found[1]} ({self.origins['q'].source}): give heads=, the number of heads"
+                f"{found[1]} ({self.origins['q'].source}): {GIVE_HEADS}"
             )
         return found
 
@@ -171,5 +186,5 @@ class Layer:
                 return (count, other) if kind == "heads" else (other, count)
         raise InputError(
             f"{self.module}: shapes alone do not say into how many heads {rows} rows of queries "
-            "fall, and there is no config: give heads=, the number of heads"
+            f"fall, and no config says it: {GIVE_HEADS}"
         )

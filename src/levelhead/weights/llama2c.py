@@ -93,13 +93,16 @@ def _header(path: Path) -> _Header | None:
         return _Header(version, d, f, n, h, g, v, length, shared=bool(start[36]))
     d, f, n, h, g, v, length = struct.unpack("<7i", start[:28])
     header = _Header(0, d, f, n, h, g, abs(v), length, shared=v > 0)
-    # Without a magic number only the size of the whole file tells.
-    fits = header.sensible() and 28 + 4 * header.numbers() == path.stat().st_size
+    # Without a magic number sizes tell: of the model, and of a file that is whole or was cut off.
+    fits = header.sensible() and 28 + 4 * header.numbers() >= path.stat().st_size
     return header if fits else None
 
 
 def is_llama2c(path: Path) -> bool:
-    """Whether the file is one of llama2.c's, by its magic number or by its size to the byte."""
+    """Whether the file is one of llama2.c's, by its magic number or by the sizes in its header.
+
+    A file that is shorter than its header says counts, so that it can be called truncated.
+    """
     try:
         return _header(path) is not None
     except BROKEN:
@@ -123,7 +126,11 @@ def open_llama2c(path: Path) -> Weights:
             path, f"llama2.c version {header.version} is quantised", "export version 0 or 1"
         )
     if size < header.start + 4 * header.numbers():
-        raise unreadable(path, f"{size} bytes, but its header announces more")
+        whole = header.start + 4 * header.numbers()
+        raise unreadable(
+            path,
+            f"a llama2.c file that is truncated: {size} bytes, but its header announces {whole}",
+        )
     places, at = {}, header.start
     for block, shape in header.blocks():
         for name, inner in _named(block, shape):

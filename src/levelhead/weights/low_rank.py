@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.weights.layer import Layer, Sizes
+from levelhead.weights.layer import GIVE_HEADS, Layer, Sizes
 from levelhead.weights.rope import rope_parameters, yarn_temperature
 from levelhead.weights.stores import Clues, Slices, output_slices
 from levelhead.weights.structure import Latent
@@ -91,7 +91,7 @@ class LowRank:
         found = layer.settings.whole("heads")
         if found is None:
             raise InputError(
-                f"{layer.module}: shapes alone do not say how many heads there are: give heads="
+                f"{layer.module}: shapes alone do not say how many heads there are: {GIVE_HEADS}"
             )
         heads = found[0]
         layer.origins["q"] = found[1]

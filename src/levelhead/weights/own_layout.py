@@ -1,18 +1,4 @@
-"""A user's own layout, from a small TOML file or the same keywords.
-
-    module = "{stem}blocks.{n}.attn"   # its path: {stem} anything, {n} a number
-    q = "to_q"                         # Linears below it …
-    k = "to_k"
-    v = "to_v"
-    o = "to_out"
-    # qkv = "qkv"                      # … or one for all three
-    # order = "stacked"                # or "grouped": per group its queries, its key, its value
-    heads = 8
-
-Optional: family, kv_heads, head_dim, input_major (matrices stored [d, rows]), position ("none",
-"rope-half", "rope-interleaved"), theta, rotary (share of d_k that rotates), mask ("full",
-"causal"), window, scale, soft_cap, cross, norm (a module), norm_kind ("layer", "rms"), norm_eps.
-"""
+"""A user's own layout, from a small TOML file or the same keywords: `REFERENCE` lists them all."""
 
 from __future__ import annotations
 
@@ -30,7 +16,48 @@ from levelhead.weights.rope import rope
 from levelhead.weights.stores import Fused, Separate, Store
 from levelhead.weights.structure import InputNorm, Mask, NoPosition, Position
 
-__all__ = ["own_plan", "read_layout"]
+__all__ = ["REFERENCE", "layout_keywords", "own_plan"]
+
+REFERENCE = """\
+A layout says where attention layers lie in a checkpoint and what they are: a TOML file for
+--layout FILE, or the same keywords as a mapping for layout= in Python.
+
+    module = "{stem}blocks.{n}.attn"   # the layers' path: {stem} anything, {n} a number
+    qkv = "in_proj_weight"             # queries, keys and values in one matrix
+    o = "out_proj"                     # the output projection
+    heads = 8
+    norm = "{stem}blocks.{n}.norm1"    # the norm whose output the layer reads
+
+Names. q, k, v, o and qkv are named below the module: a Linear ("to_q" stands for to_q.weight and
+to_q.bias), or a parameter itself if the name ends in "weight" (then the bias ends in "bias").
+
+  module       path of the attention module                                   needed
+  q, k, v      three matrices, or instead of them                             needed
+  qkv          one matrix, and its                                            needed
+  order        "stacked" (all queries, all keys, all values) or "grouped"     "stacked"
+               (for each group its queries, its key, its value)
+  o            output projection                                              none
+  input_major  matrices are stored [d, rows], as in GPT-2                     false
+  heads, kv_heads, head_dim    numbers                                        a config's
+  family       a name to call the layers by                                   "own"
+  position     "none", "rope-half" or "rope-interleaved"                      "none"
+  theta        base of the rotary frequencies                                 10000.0
+  rotary       share of head_dim that rotates                                 1.0
+  mask         "full" or "causal"                                             "full"
+  window       how many tokens back a token sees                              all
+  scale        factor on q·k                                                  1/sqrt(head_dim)
+  soft_cap     c in c·tanh(logit/c)                                           none
+  cross        keys and values come from another sequence                     false
+  norm         path of the norm in front, from {stem} and {n}                 none
+  norm_kind    "layer" or "rms"                                               "layer"
+  norm_eps     its eps                                                        1e-5
+
+A file with the `family` of a known row and without `module` keeps that row and adds settings:
+
+    family = "torch_encoder"
+    heads = 8
+    norm_first = true
+"""
 
 _SETTINGS = ("heads", "kv_heads", "head_dim", "theta", "rotary")
 _SAID = "the layout given"
@@ -75,21 +102,21 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bo
 _KINDS["float"] = (int, float)
 
 
-def read_layout(path: str | Path) -> Plan:
-    """The plan that a TOML file describes.
+def layout_keywords(path: str | Path) -> dict[str, Any]:
+    """The keywords in a TOML file.
 
-    Raises StoredFileError if it cannot be read, InputError if a keyword is wrong.
+    Raises StoredFileError if it cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        given = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if Path(path).exists() and not Path(path).is_file():  # to open a pipe would wait for ever
+            raise ValueError("it is no regular file")
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise StoredFileError(f"layout {path} cannot be read: {error}") from error
-    return own_plan(given)
 
 
 def own_plan(given: Mapping[str, Any]) -> Plan:
-    """The plan that keywords describe (see the top of this file).
+    """The plan that keywords describe (see `REFERENCE`).
 
     Raises InputError for a keyword that is unknown, missing or of the wrong kind.
 
@@ -116,7 +143,10 @@ def _checked(given: Mapping[str, Any]) -> _Given:
     known = {f.name: str(f.type) for f in fields(_Given)}
     for name, value in given.items():
         if name not in known:
-            raise InputError(f"a layout has no keyword {name!r}; it has {', '.join(known)}")
+            raise InputError(
+                f"a layout has no keyword {name!r}; it has {', '.join(known)} (levelhead inspect "
+                "--layout help says what they mean)"
+            )
         kinds = tuple(k for word in known[name].split(" | ") for k in _KINDS.get(word, ()))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise InputError(f"layout {name} = {value!r}; expected {known[name].split(' |')[0]}")
@@ -125,7 +155,7 @@ def _checked(given: Mapping[str, Any]) -> _Given:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise InputError(f"layout {name} = {value}; expected at least 1")
     if "module" not in given:
-        raise InputError("a layout needs `module`, the path of the attention module")
+        raise InputError("a layout needs `module`, the path of the attention module, or a `family`")
     separate = all(given.get(n) for n in ("q", "k", "v"))
     if separate == bool(given.get("qkv")):
         raise InputError("a layout needs either `qkv`, or `q`, `k` and `v`")

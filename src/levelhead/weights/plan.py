@@ -16,6 +16,7 @@ import torch
 
 from levelhead.base.errors import InputError
 from levelhead.weights.attention_view import AttentionView
+from levelhead.weights.doubts import caveats, note_other_model, unmodelled
 from levelhead.weights.facts import full, no_norm, no_position, scale_by_d_k
 from levelhead.weights.layer import GetTensor, Layer, Shapes, Sizes
 from levelhead.weights.settings import Settings
@@ -114,7 +115,9 @@ class LayerPlan:
     """One layer that was found: `apply` reads its tensors, and only those.
 
     `name` is the attention module's path; `number` its place in its stack; `known` whether the
-    family follows from the config and not from names alone; `reads` the parameters that it reads.
+    family follows from the config and not from names alone; `asked` whether the user chose the
+    row; `reads` the parameters that it reads; `caveats` what to know of how it is read;
+    `unmodelled` a setting that its row does not read and that changes attention, in words.
     Raises InputError where shapes, settings and the plan do not fit together.
     """
 
@@ -124,8 +127,11 @@ class LayerPlan:
     shapes: Shapes
     settings: Settings
     known: bool
+    asked: bool = False
     sizes: Sizes = field(init=False)
     reads: tuple[str, ...] = field(init=False)
+    caveats: tuple[str, ...] = field(init=False)
+    unmodelled: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         # A rehearsal on tensors without values finds what does not fit before anything is read.
@@ -143,6 +149,9 @@ class LayerPlan:
         sizes = Sizes(view.heads, view.groups, view.d_k, view.d_v)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "reads", tuple(dict.fromkeys(layer.read_names)))
+        object.__setattr__(self, "caveats", caveats(view))
+        doubted = not (self.known or self.asked)
+        object.__setattr__(self, "unmodelled", unmodelled(layer, view) if doubted else None)
 
     @property
     def family(self) -> str:
@@ -194,6 +203,8 @@ class LayerPlan:
                 layer.note(name, "read", "stored weights")
         for name in ("cross", "weighting"):
             layer.family_says(name)
+        if not self.asked:
+            note_other_model(layer)
         if sizes.groups < 1 or sizes.heads % sizes.groups:
             raise InputError(
                 f"{self.name}: {sizes.heads} heads cannot share {sizes.groups} key/value groups"

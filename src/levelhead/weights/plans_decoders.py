@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from levelhead.weights.facts import (
     alibi_position,
@@ -78,6 +80,38 @@ def _falcon_position(layer: Layer, sizes: Sizes) -> Position:
         return rope()(layer, sizes)
     layer.note("position", "read", f"{layer.settings.where} alibi")
     return Alibi(tuple(s / math.sqrt(sizes.d_k) for s in alibi_slopes(sizes.heads)))
+
+
+def _mpt_settings(layer: Layer) -> Mapping[str, Any]:
+    found = layer.settings.get("attn_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _mpt_position(layer: Layer, sizes: Sizes) -> Position:
+    """ALiBi; for other numbers of heads than powers of two the next power's, odd ones first."""
+    layer.family_says("position", "ALiBi")
+    power = 2 ** math.ceil(math.log2(sizes.heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    if power != sizes.heads:
+        slopes = [*slopes[1::2], *slopes[::2]][: sizes.heads]
+    return Alibi(tuple(slopes))
+
+
+def _mpt_scale(layer: Layer, sizes: Sizes) -> float:
+    given = _mpt_settings(layer).get("softmax_scale")
+    if given is None:
+        return scale_by_d_k(layer, sizes)
+    layer.note("scale", "read", f"{layer.settings.where} attn_config softmax_scale")
+    return float(given)
+
+
+def _mpt_refuses(layer: Layer) -> str | None:
+    usual = {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "alibi": True}
+    settings = {**usual, "alibi_bias_max": 8, **_mpt_settings(layer)}
+    for name, value in (*usual.items(), ("alibi_bias_max", 8)):
+        if settings[name] != value and (value or settings[name]):
+            return f"the config's attn_config {name} = {settings[name]} is not modelled"
+    return None
 
 
 def _gemma3_mask(layer: Layer) -> Mask:
@@ -159,11 +193,11 @@ _COMMON = (
         "olmo2",
         _LAYERS,
         _QKVO,
-        ("olmo2",),
+        ("olmo2", "olmo3"),
         requires=("q_norm.weight", "{stem}layers.{n}.post_feedforward_layernorm.weight"),
         forbids=("{stem}layers.{n}.input_layernorm.weight",),
         position=rope(theta=500000.0),
-        mask=causal,
+        mask=layer_mask(),
         qk_norm=qk_norm("rms", "q_norm", "k_norm", over="all", eps=1e-5),
     ),
     Plan(
@@ -224,6 +258,34 @@ _COMMON = (
         ("llama",),
         forbids=("q_norm.weight", "q_layernorm.weight"),
         position=rope(),
+        mask=causal,
+        input_norm=_RMS,
+    ),
+    Plan(
+        "ernie4_5",
+        _LAYERS,
+        _QKVO,
+        ("ernie4_5",),
+        position=rope("interleaved", theta=500000.0),
+        by_name=False,
+        mask=causal,
+        input_norm=_RMS,
+    ),
+    Plan(
+        "eurobert",
+        _LAYERS,
+        _QKVO,
+        ("eurobert",),
+        position=rope(theta=250000.0),
+        by_name=False,
+        input_norm=_RMS,
+    ),
+    Plan(
+        "jamba",
+        _LAYERS,
+        _QKVO,
+        ("jamba",),
+        by_name=False,
         mask=causal,
         input_norm=_RMS,
     ),
@@ -293,6 +355,18 @@ _COMMON = (
 )
 
 DECODERS: tuple[Plan, ...] = (
+    Plan(
+        "mpt",
+        ("{stem}blocks.{n}.attn",),
+        Fused("Wqkv", "out_proj"),
+        ("mpt",),
+        kv_heads=no_kv_groups,
+        position=_mpt_position,
+        mask=causal,
+        scale=_mpt_scale,
+        input_norm=norm("layer", "{stem}blocks.{n}.norm_1"),
+        refuse=_mpt_refuses,
+    ),
     Plan(
         "gpt2",
         _H,

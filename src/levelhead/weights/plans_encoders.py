@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from levelhead.weights.doubts import NORM_UNKNOWN
 from levelhead.weights.facts import (
     MaskOf,
     causal,
@@ -18,7 +19,7 @@ from levelhead.weights.facts import (
     norm,
 )
 from levelhead.weights.layer import Layer, Sizes
-from levelhead.weights.plan import Plan
+from levelhead.weights.plan import Plan, no_kv_groups
 from levelhead.weights.rope import rope
 from levelhead.weights.stores import Fused, Separate
 from levelhead.weights.structure import Disentangled, InputNorm, Mask, Position, Relative
@@ -31,13 +32,20 @@ _SELF = Separate("self.query", "self.key", "self.value", "output.dense")
 _QKVO = Separate("q_proj", "k_proj", "v_proj", "out_proj")
 
 
+# ELECTRA's and RemBERT's maps from a narrower embedding.
+_PROJECTED = (
+    "{stem}embeddings_project.weight",
+    "{stem}encoder.embedding_hidden_mapping_in.weight",
+)
+
+
 def _post(layer_norm: str, *first: str) -> Callable[[Layer], InputNorm]:
     """The previous block's last norm; in front of the first block the embedding's."""
     names = (layer_norm.replace("{n}", "{n-1}"), *first)
 
     def input_norm(layer: Layer) -> InputNorm:
         chosen = names[1:] if layer.number == 0 else names[:1]
-        if layer.number == 0 and layer.has("{stem}embeddings_project.weight"):
+        if layer.number == 0 and any(map(layer.has, _PROJECTED)):
             layer.note("input_norm", "inferred", "the embedding is projected after its norm")
             return InputNorm("none")
         return norm("layer", *chosen, position="post", eps=1e-12)(layer)
@@ -117,6 +125,27 @@ def _deberta_position(layer: Layer, sizes: Sizes) -> Position:
     )
 
 
+def _first_deberta_position(layer: Layer, sizes: Sizes) -> Position:
+    """DeBERTa's first version: a table of its own size, no buckets, its own projections."""
+    table = "{stem}encoder.rel_embeddings.weight"
+    if not layer.has(table):
+        return no_position(layer, sizes)
+    embeddings = layer.read(table)
+    span = embeddings.shape[0] // 2
+    shape = (sizes.heads, sizes.d_k)
+
+    def projection(name: str) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = layer.read_if(f"{name}.weight"), layer.read_if(f"{name}.bias")
+        return (
+            None if weight is None else weight.reshape(*shape, -1),
+            None if bias is None else bias.reshape(shape),
+        )
+
+    (key, key_bias), (query, query_bias) = map(projection, ("self.pos_proj", "self.pos_q_proj"))
+    layer.note("position", "read", f"stored weights {layer.path(table)}")
+    return Disentangled(embeddings, query, key, query_bias, key_bias, span, 0, span, False)
+
+
 def _t5_position(layer: Layer, sizes: Sizes) -> Position:
     """The stack's table, which its first layer holds (umT5: each layer its own)."""
     own = "relative_attention_bias.weight"
@@ -151,6 +180,20 @@ def _opt_norm(layer: Layer) -> InputNorm:
     if layer.settings.get("do_layer_norm_before", True):
         return _fixed("{stem}layers.{n}.self_attn_layer_norm")(layer)
     return _fixed("{stem}layers.{n-1}.final_layer_norm", post=True)(layer)
+
+
+def _wav2vec2_norm(layer: Layer) -> InputNorm:
+    """Before the layer (do_stable_layer_norm), or the previous one's last; names do not tell."""
+    stable = layer.settings.flag("do_stable_layer_norm")
+    if stable is None:
+        stable = layer.settings.flag("norm_first")
+    if stable is None and not layer.known:
+        layer.note("input_norm", "assumed", NORM_UNKNOWN)
+        return InputNorm("none")
+    if stable:
+        return norm("layer", "{stem}layers.{n}.layer_norm")(layer)
+    before = "{stem}layers.{n-1}.final_layer_norm" if layer.number else "{stem}layer_norm"
+    return norm("layer", before, position="post")(layer)
 
 
 _PRE = ("whisper", "mbart", "pegasus", "m2m_100", "blenderbot")
@@ -235,10 +278,20 @@ ENCODERS: tuple[Plan, ...] = (
         input_norm=norm("layer", "LayerNorm", eps=1e-12),
     ),
     Plan(
+        "roberta_prelayernorm",
+        _BERT,
+        _SELF,
+        ("roberta-prelayernorm",),
+        requires=("LayerNorm.weight",),
+        by_name=False,
+        mask=half_causal,
+        input_norm=norm("layer", "LayerNorm", eps=1e-12),
+    ),
+    Plan(
         "bert",
         _BERT,
         _SELF,
-        ("bert", "roberta", "xlm-roberta", "camembert", "electra"),
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "rembert"),
         mask=half_causal,
         others=_NORM_BEHIND,
         input_norm=_post("{stem}encoder.layer.{n}.output.LayerNorm", "{stem}embeddings.LayerNorm"),
@@ -252,6 +305,26 @@ ENCODERS: tuple[Plan, ...] = (
         scale=_deberta_scale,
         others=_NORM_BEHIND,
         input_norm=_post("{stem}encoder.layer.{n}.output.LayerNorm", "{stem}embeddings.LayerNorm"),
+    ),
+    Plan(
+        "deberta",
+        _BERT,
+        Fused("self.in_proj", "output.dense", "grouped"),
+        ("deberta",),
+        kv_heads=no_kv_groups,
+        position=_first_deberta_position,
+        scale=_deberta_scale,
+        others=_NORM_BEHIND,
+        input_norm=_post("{stem}encoder.layer.{n}.output.LayerNorm", "{stem}embeddings.LayerNorm"),
+    ),
+    Plan(
+        "wav2vec2",
+        ("{stem}layers.{n}.attention",),
+        _QKVO,
+        ("wav2vec2", "hubert"),
+        requires=("{stem}layers.{n}.final_layer_norm.weight",),
+        kv_heads=no_kv_groups,
+        input_norm=_wav2vec2_norm,
     ),
     Plan(
         "distilbert",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from levelhead.weights.doubts import NORM_UNKNOWN
 from levelhead.weights.facts import (
     causal,
     full,
+    no_norm,
     no_position,
     norm,
     qk_norm,
@@ -22,16 +26,36 @@ __all__ = ["GENERIC"]
 # ── PyTorch ──
 
 
-def _encoder_norm(layer: Layer) -> InputNorm:
-    """TransformerEncoderLayer: norm1 before (norm_first), or the previous layer's norm2 after."""
-    first = layer.settings.get("norm_first")
-    if first:
-        layer_norm = norm("layer", "{stem}norm1", "{stem}layers.{n}.norm1", eps_setting="")(layer)
-        layer.note("input_norm", "read", "module attribute norm_first")
-        return layer_norm
-    found = norm("layer", "{stem}layers.{n-1}.norm2", position="post", eps_setting="")(layer)
-    if first is None:
-        layer.note("input_norm", "assumed", "norm_first False, as torch.nn does by default")
+# TransformerEncoderLayer and TransformerDecoderLayer: norm1 belongs to the attention to itself, a
+# decoder's norm2 to the one to the memory, the last to the feed-forward part.
+
+
+def _torch_norm(layer: Layer) -> InputNorm:
+    """The norm before the layer (norm_first), or the one that ends what stands before it.
+
+    Names are the same for both, so that without norm_first nothing is folded.
+    """
+    first, said = layer.settings.flag("norm_first"), layer.settings.find("norm_first")
+    numbered = layer.matched.get("n") is not None
+    here = "{stem}{n}." if numbered else "{stem}"
+    if not layer.has(f"{here}norm1.weight"):
+        return no_norm(layer)
+    if said is None:
+        layer.note("input_norm", "assumed", NORM_UNKNOWN)
+        return InputNorm("none")
+    last = "norm3" if layer.has(f"{here}norm3.weight") else "norm2"
+    if layer.module.endswith("multihead_attn"):
+        name = f"{here}norm2" if first else f"{here}norm1"
+    elif first:
+        name = f"{here}norm1"
+    elif numbered and layer.number:
+        name = f"{{stem}}{{n-1}}.{last}"
+    else:
+        layer.note("input_norm", "inferred", "post norm: what is in front is not in the layer")
+        return InputNorm("none")
+    position: Literal["pre", "post"] = "pre" if first else "post"
+    found = norm("layer", name, position=position, eps_setting="")(layer)
+    layer.note("input_norm", said[1].how, f"norm {layer.path(name)}, by {said[1].source}")
     return found
 
 
@@ -123,18 +147,28 @@ GENERIC: tuple[Plan, ...] = (
     ),
     Plan(
         "torch_encoder",
-        ("{stem}layers.{n}.self_attn",),
+        ("{stem}{n}.self_attn",),
         PackedProjection(),
         kv_heads=no_kv_groups,
         mask=_torch_mask,
-        input_norm=_encoder_norm,
+        input_norm=_torch_norm,
+    ),
+    Plan(
+        "torch_encoder",
+        ("{stem}self_attn",),
+        PackedProjection(),
+        requires=("{stem}norm1.weight",),
+        kv_heads=no_kv_groups,
+        mask=_torch_mask,
+        input_norm=_torch_norm,
     ),
     Plan(
         "torch_cross",
-        ("{stem}layers.{n}.multihead_attn",),
+        ("{stem}{n}.multihead_attn", "{stem}multihead_attn"),
         PackedProjection(),
         kv_heads=no_kv_groups,
         cross=True,
+        input_norm=_torch_norm,
     ),
     Plan(
         "torch_mha",

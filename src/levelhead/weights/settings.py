@@ -14,7 +14,7 @@ from levelhead.base.arguments import is_whole
 from levelhead.base.errors import InputError
 from levelhead.weights.structure import Provenance
 
-__all__ = ["ALIASES", "Settings"]
+__all__ = ["ALIASES", "SETTABLE", "Settings", "has_heads"]
 
 # Our name → what configs call it, in the order of trust.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +31,27 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "soft_cap": ("attn_logit_softcapping",),
     "window": ("sliding_window", "window_size"),
 }
+# What a user may say of a model beside its config; each also under the names that configs use.
+SETTABLE: tuple[str, ...] = (
+    *ALIASES,
+    "model_type",
+    "norm_first",
+    "do_stable_layer_norm",
+    "is_decoder",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+)
+
+
+def has_heads(config: Mapping[str, Any]) -> bool:
+    """Whether a mapping reads like a model's config: it says how many heads there are.
+
+    >>> has_heads({"n_head": 6}), has_heads({"learning_rate": 1e-3})
+    (True, False)
+    """
+    return any(is_whole(config.get(name)) for name in ("heads", *ALIASES["heads"]))
+
+
 # Which part of a nested config describes a layer, by a piece of the layer's name.
 _PARTS = (
     ("text_model.", ("text_config",)),
@@ -70,8 +91,8 @@ class Settings:
 
     @property
     def model_type(self) -> str | None:
-        """The config's model_type; None without a config."""
-        found = self.config.get("model_type")
+        """The config's model_type, or the argument that stands before it; None without either."""
+        found = self.arguments.get("model_type", self.config.get("model_type"))
         return found if isinstance(found, str) else None
 
     def part(self, name: str) -> Settings:
@@ -133,3 +154,12 @@ class Settings:
                 f"{found[1].source} is {found[0]!r}; expected a whole number of at least 1"
             )
         return found
+
+    def flag(self, name: str) -> bool | None:
+        """`find` for a switch, None if unsaid; raises InputError unless it is true or false."""
+        found = self.find(name)
+        if found is None:
+            return None
+        if not isinstance(found[0], bool):
+            raise InputError(f"{found[1].source} is {found[0]!r}; expected true or false")
+        return found[0]

@@ -45,7 +45,8 @@ class Weights:
 
     `shapes` (name → shape) is known at once, `get(name)` reads one tensor as it is stored.
     `config` are the model's settings if there are any, `config_where` what to call them;
-    `attributes` those of single modules (path → name → value).
+    `attributes` those of single modules (path → name → value); `left` are tensors that are
+    there but cannot be read (name → reason).
     """
 
     where: str
@@ -55,6 +56,7 @@ class Weights:
     config: Mapping[str, Any] | None = None
     config_where: str = "config"
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
 
 
 def unreadable(

@@ -18,9 +18,18 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.weights.layer import Layer, Sizes
+from levelhead.weights.layer import GIVE_HEADS, GIVE_KV_HEADS, Layer, Sizes
 
-__all__ = ["Fused", "PackedProjection", "Plain", "Separate", "Slices", "Store"]
+__all__ = [
+    "Fused",
+    "PackedProjection",
+    "Plain",
+    "Separate",
+    "Slices",
+    "Store",
+    "bias_of",
+    "weight_of",
+]
 
 Slices = dict[str, Tensor | None]
 Clues = tuple[tuple[str, int, str], ...]
@@ -41,6 +50,24 @@ class Store(Protocol):
 
     def slices(self, layer: Layer, sizes: Sizes) -> Slices:
         """q, k, v, o and their biases in the view's layout."""
+
+
+def weight_of(name: str) -> str:
+    """The matrix of a Linear called `name`, or `name` itself if it is a parameter's own name.
+
+    >>> weight_of("qkv"), weight_of("in_proj_weight")
+    ('qkv.weight', 'in_proj_weight')
+    """
+    return name if name.endswith("weight") else f"{name}.weight"
+
+
+def bias_of(name: str) -> str:
+    """The bias beside `weight_of(name)`.
+
+    >>> bias_of("qkv"), bias_of("in_proj_weight")
+    ('qkv.bias', 'in_proj_bias')
+    """
+    return f"{weight_of(name).removesuffix('weight')}bias"
 
 
 def _missing(layer: Layer, names: tuple[str, ...], rank: int = 2) -> str | None:
@@ -68,7 +95,7 @@ def _groups(layer: Layer, rows: int, d_k: int, kv_heads: int | None) -> int:
         said = "" if kv_heads is None else f" in {kv_heads} groups"
         raise InputError(
             f"{layer.module}: {rows} rows of keys do not fit heads of width {d_k}{said}: "
-            "check the config, or give heads= and kv_heads="
+            f"check the config, or {GIVE_HEADS}"
         )
     layer.note("kv_group", "inferred", "shapes of q and k, groups of neighbouring heads")
     return groups
@@ -91,17 +118,27 @@ class Separate:
     @property
     def anchor(self) -> str:
         """q.weight."""
-        return f"{self.q}.weight"
+        return weight_of(self.q)
 
     def complete(self, layer: Layer) -> str | None:
-        """All weight matrices are there."""
+        """All weight matrices are there, and as many queries as the output projection reads."""
         names = [self.q, self.k, self.v, *([self.o] if self.o else [])]
-        return _missing(layer, tuple(f"{n}.weight" for n in names))
+        missing = _missing(layer, tuple(weight_of(n) for n in names))
+        if missing or self.o is None:
+            return missing
+        q, k, v = self._rows(layer)
+        read = layer.shape(weight_of(self.o))[0 if self.input_major else 1]
+        return "queries are gated, which no row reads" if k == v and q == 2 * read else None
+
+    def _rows(self, layer: Layer) -> tuple[int, int, int]:
+        """How many rows q, k and v have."""
+        axis = 1 if self.input_major else 0
+        q, k, v = (layer.shape(weight_of(n))[axis] for n in (self.q, self.k, self.v))
+        return q, k, v
 
     def sizes(self, layer: Layer, kv_heads: int | None, clues: Clues) -> Sizes:
         """h from settings or clues, g and d_v from the rows of k and v."""
-        axis = 1 if self.input_major else 0
-        rows = [layer.shape(f"{n}.weight")[axis] for n in (self.q, self.k, self.v)]
+        rows = self._rows(layer)
         heads, d_k = layer.heads(rows[0], clues)
         groups = _groups(layer, rows[1], d_k, kv_heads)
         if rows[2] % groups:
@@ -115,9 +152,9 @@ class Separate:
         widths["v"] = (sizes.groups, sizes.d_v)
         for role, (count, width) in widths.items():
             name = getattr(self, role)
-            matrix = layer.read(f"{name}.weight")
+            matrix = layer.read(weight_of(name))
             found[role] = _blocks(matrix.mT if self.input_major else matrix, count, width)
-            bias = layer.read_if(f"{name}.bias")
+            bias = layer.read_if(bias_of(name))
             found[f"{role}_bias"] = None if bias is None else _blocks(bias, count, width)
         return found | output_slices(layer, self.o, sizes, self.input_major)
 
@@ -138,17 +175,17 @@ class Fused:
     @property
     def anchor(self) -> str:
         """qkv.weight."""
-        return f"{self.qkv}.weight"
+        return weight_of(self.qkv)
 
     def complete(self, layer: Layer) -> str | None:
         """Both weight matrices are there, and the layer reads as many numbers as it writes.
 
         That tells [3d, d] from [d, 3d] storage under the same names.
         """
-        missing = _missing(layer, (self.anchor, *([f"{self.o}.weight"] if self.o else [])))
+        missing = _missing(layer, (self.anchor, *([weight_of(self.o)] if self.o else [])))
         if missing or self.o is None:
             return missing
-        shape, out = layer.shape(self.anchor), layer.shape(f"{self.o}.weight")
+        shape, out = layer.shape(self.anchor), layer.shape(weight_of(self.o))
         width, written = (shape[0], out[1]) if self.input_major else (shape[1], out[0])
         if width != written:
             return f"{layer.path(self.anchor)} {list(shape)} reads {width} numbers, not {written}"
@@ -163,11 +200,13 @@ class Fused:
         """The fused matrix cut into its three parts, each into heads."""
         matrix = layer.read(self.anchor)
         found = self._parts(matrix.mT if self.input_major else matrix, sizes, "")
-        if (bias := layer.read_if(f"{self.qkv}.bias")) is not None:
+        if (bias := layer.read_if(bias_of(self.qkv))) is not None:
             found |= self._parts(bias, sizes, "_bias")
+        beside = self.qkv.rpartition(".")[0]
         for role, count in (("q", sizes.heads), ("k", sizes.groups), ("v", sizes.groups)):
-            if bias is None and layer.has(f"{role}_bias"):  # BEiT in timm: none for keys
-                found[f"{role}_bias"] = _blocks(layer.read(f"{role}_bias"), count, sizes.d_k)
+            own = f"{beside}.{role}_bias" if beside else f"{role}_bias"
+            if bias is None and layer.has(own):  # BEiT in timm, DeBERTa: none for keys
+                found[f"{role}_bias"] = _blocks(layer.read(own), count, sizes.d_k)
         return found | output_slices(layer, self.o, sizes, self.input_major)
 
     def _parts(self, rows: Tensor, sizes: Sizes, suffix: str) -> Slices:
@@ -281,7 +320,7 @@ def fused_sizes(layer: Layer, rows: int, kv_heads: int | None, clues: Clues) -> 
         if rows % 3:
             raise InputError(
                 f"{layer.module}: {rows} fused rows are not queries, keys and values of equal "
-                "number: give kv_heads=, the number of key/value groups"
+                f"number: {GIVE_KV_HEADS}"
             )
         count, width = layer.heads(rows // 3, clues)
         layer.family_says("kv_group", "every head has its own key and value")
@@ -289,7 +328,7 @@ def fused_sizes(layer: Layer, rows: int, kv_heads: int | None, clues: Clues) -> 
     if heads is None:
         raise InputError(
             f"{layer.module}: shapes alone do not say into how many heads {rows} fused rows fall: "
-            "give heads=, the number of heads"
+            f"{GIVE_HEADS}"
         )
     layer.origins["q"] = heads[1]
     width = rows // (heads[0] + 2 * kv_heads)
@@ -306,11 +345,11 @@ def output_slices(layer: Layer, name: str | None, sizes: Sizes, input_major: boo
     if name is None:
         layer.note("o", "inferred", "there is no output projection: the identity")
         return {"o": _output(torch.eye(sizes.heads * sizes.d_v), sizes), "o_bias": None}
-    matrix = layer.read(f"{name}.weight")
+    matrix = layer.read(weight_of(name))
     matrix = matrix.mT if input_major else matrix
     if matrix.shape[1] != sizes.heads * sizes.d_v:
         raise InputError(
             f"{layer.module}: the output projection reads {matrix.shape[1]} numbers, but "
             f"{sizes.heads} heads write {sizes.d_v} each: check heads="
         )
-    return {"o": _output(matrix, sizes), "o_bias": layer.read_if(f"{name}.bias")}
+    return {"o": _output(matrix, sizes), "o_bias": layer.read_if(bias_of(name))}

@@ -26,13 +26,13 @@ import torch
 
 from levelhead.base.errors import InputError
 from levelhead.weights import generators_outer, generators_qk
-from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.generator import FAMILIES, Generator, Moved
+from levelhead.weights.layer_weights import LayerWeights, View
 
 __all__ = ["FAMILIES", "GENERATORS", "Generator", "Moved", "SymmetryGroup", "symmetry_group"]
 
 # Every name a generator can have, with what makes it (or says why it is missing).
-GENERATORS: dict[str, Callable[[AttentionView], Generator | str]] = {
+GENERATORS: dict[str, Callable[[LayerWeights], Generator | str]] = {
     "qk_gauge": generators_qk.qk_gauge,
     "rotary_gauge": generators_qk.rotary_gauge,
     "qk_rotation": generators_qk.qk_rotation,
@@ -110,8 +110,8 @@ class SymmetryGroup:
         )
 
     def random(
-        self, view: AttentionView, random: torch.Generator, *, condition: float = 10.0
-    ) -> Moved:
+        self, view: View, random: torch.Generator, *, condition: float = 10.0
+    ) -> Moved[View]:
         """All generators that leave inputs alone, one after the other, each with a random element.
 
         `condition` bounds the condition number of every matrix among them.
@@ -123,13 +123,13 @@ class SymmetryGroup:
         return out
 
 
-def symmetry_group(view: AttentionView) -> SymmetryGroup:
+def symmetry_group(view: LayerWeights) -> SymmetryGroup:
     """The group of this layer, from what it is (and from its weights only in one place).
 
     The one place: a layer behind LayerNorm whose weights are centred has no `input_mean`.
 
     >>> one = torch.ones(2, 1, 3)
-    >>> view = AttentionView(q=one, k=one, v=one, o=one.mT)
+    >>> view = LayerWeights(q=one, k=one, v=one, o=one.mT)
     >>> group = symmetry_group(view)
     >>> group.names
     ('qk_gauge', 'vo_gauge', 'head_permutation', 'basis_rotation')

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import StoredFileError
+from levelhead.weights.settings import has_heads
 from levelhead.weights.stored import BROKEN, Weights, unreadable
 
-__all__ = ["open_torch", "plain_tensors"]
+__all__ = ["not_dense", "open_torch", "plain_tensors"]
 
 # Under which keys training scripts put the weights.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "params", "weights", "net", "ema")
+# Under which keys they put what the model was built with.
+_SETTINGS = ("model_args", "config", "model_config", "hyper_parameters", "hparams", "args")
 
 
 def open_torch(path: Path, *, zipped: bool) -> Weights:
@@ -40,12 +43,22 @@ def open_torch(path: Path, *, zipped: bool) -> Weights:
                 "save the model's state_dict() instead",
             ) from error
         raise unreadable(path, error) from error
-    tensors = _found(content)
+    held = _found(content)
+    tensors, left = plain_tensors(held), not_dense(held)
     if not tensors:
-        raise unreadable(path, "there are no named tensors in it", "save a state_dict()")
+        first = next(iter(left.items()), None)
+        reason = "there are no named tensors in it" if first is None else "{}: {}".format(*first)
+        raise unreadable(path, reason, "save a state_dict()")
     _check_sizes(path, tensors)
+    config, where = _settings(content)
     return Weights(
-        str(path), "torch", {n: tuple(t.shape) for n, t in tensors.items()}, tensors.__getitem__
+        str(path),
+        "torch",
+        {n: tuple(t.shape) for n, t in tensors.items()},
+        tensors.__getitem__,
+        config,
+        where,
+        left=left,
     )
 
 
@@ -65,15 +78,39 @@ def plain_tensors(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     }
 
 
-def _found(content: object) -> dict[str, Tensor]:
+def not_dense(content: Mapping[Any, Any]) -> dict[str, str]:
+    """The entries of a mapping that are tensors but not dense ones, and why they are not read."""
+    return {
+        name: f"it is stored as a {str(value.layout).removeprefix('torch.')} tensor, which is not "
+        "read: store its to_dense()"
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, Tensor) and value.layout != torch.strided
+    }
+
+
+def _found(content: object) -> Mapping[Any, Any]:
+    """The mapping that holds the weights: the content, or what is under one of the usual keys."""
     if not isinstance(content, Mapping):
         return {}
-    if found := plain_tensors(content):
-        return found
-    for key in _INSIDE:
-        if isinstance(content.get(key), Mapping) and (found := plain_tensors(content[key])):
-            return found
-    return {}
+    places: list[Mapping[Any, Any]] = [content]
+    places += [content[key] for key in _INSIDE if isinstance(content.get(key), Mapping)]
+    for held in places:
+        if plain_tensors(held):
+            return held
+    return next((held for held in places if not_dense(held)), {})
+
+
+def _settings(content: object) -> tuple[Mapping[str, Any] | None, str]:
+    """What the file says of the model beside its weights, and what to call it."""
+    for key in _SETTINGS if isinstance(content, Mapping) else ():
+        outer = content.get(key)  # type: ignore[attr-defined]
+        if not isinstance(outer, Mapping):
+            continue
+        for name in (None, "model", *_SETTINGS):
+            held = outer if name is None else outer.get(name)
+            if isinstance(held, Mapping) and has_heads(held):
+                return held, key if name is None else f"{key} {name}"
+    return None, "config"
 
 
 def _check_archive(path: Path) -> None:

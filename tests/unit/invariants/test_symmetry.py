@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
+from levelhead.invariants import decompositions
 from levelhead.invariants.catalogue import catalogue
 from levelhead.invariants.entry import Invariant, Verdict, declare
 from levelhead.invariants.symmetry import moment, relative_change, verify
@@ -74,7 +75,7 @@ def test_the_gradient_test_sees_what_two_elements_may_miss() -> None:
 def test_moments_are_those_of_the_formula() -> None:
     """μ_i = (∂f/∂q_i) q_iᵀ - k_i (∂f/∂k_i)ᵀ, here for f = Σ ‖q‖²: 2 q qᵀ."""
     view = layer()
-    own = entry(lambda v: v.q.square().sum(), Verdict.VARIANT, gradient=True)
+    own = entry(lambda v: v.q.square().sum(), Verdict.VARIANT)
     group = symmetry_group(view)
     found = moment(own, view, group.generators)["qk_gauge"]
     mu = 2 * view.q @ view.q.mT
@@ -153,6 +154,42 @@ def test_fits_are_drawn_once_and_shared() -> None:
     assert verify(layer(), [own, names], draws=5).passed
     group = symmetry_group(layer())
     assert len(calls) == 1 + sum(bool(g.moves & own.reads) for g in group.generators)
+
+
+@pytest.mark.parametrize("what", ["qk", "ov", "raw"])
+def test_the_numbers_of_one_fit_are_computed_from_one_fit(what: str, monkeypatch) -> None:
+    made: list[str] = []
+    fit_once = decompositions.cp
+
+    def counted(*arguments, **options):
+        made.append(what)
+        return fit_once(*arguments, **options)
+
+    monkeypatch.setattr(decompositions, "cp", counted)
+    names = [name for name in catalogue() if name.startswith(f"{what}_cp_")]
+    assert len(names) >= 5
+    one = layer()
+    verify(one, names, draws=3)
+    reads = catalogue()[names[0]].reads
+    drawn = sum(bool(g.moves & reads) for g in symmetry_group(one).generators)
+    assert len(made) == 1 + drawn
+
+
+def test_shared_work_changes_no_value_and_no_gradient() -> None:
+    """Entries one at a time against all of them together, in both tests."""
+    view, names = layer(), [n for n, e in catalogue().items() if e.kind == "exact"]
+    generators = symmetry_group(view).generators
+    together = verify(view, names, draws=1)
+    for name in names[::7]:
+        found = moment(catalogue()[name], view, generators) if catalogue()[name].gradient else {}
+        for g in generators:
+            check = together[name, g.name]
+            if catalogue()[name].applies(view) is None and g.name in found:
+                assert check.moment == pytest.approx(found[g.name], rel=1e-9, abs=1e-14)
+    values = [catalogue()[n](view) for n in names if catalogue()[n].applies(view) is None]
+    again = [catalogue()[n](view) for n in names if catalogue()[n].applies(view) is None]
+    for one, other in zip(values, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_covariance_can_be_given() -> None:

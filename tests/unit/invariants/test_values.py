@@ -49,6 +49,43 @@ def same(found: np.ndarray, expected: object, rtol: float = 1e-10) -> None:
     np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
 
 
+# ── what the gradient test differentiates is the number itself ──
+
+
+@each_view
+@pytest.mark.parametrize(
+    ("name", "powers"),
+    [
+        *((f"qk_stack_{side}_spectrum", (2, 4, 6)) for side in ("head", "query", "key")),
+        *((f"ov_stack_{side}_spectrum", (2, 4, 6)) for side in ("head", "output", "value")),
+        *((f"{side}_angles", (2, 4)) for side in ("query", "key", "output", "value")),
+    ],
+)
+def test_power_sums_are_those_of_the_values(
+    view: AttentionView, name: str, powers: tuple[int, ...]
+) -> None:
+    entry = catalogue()[name]
+    assert entry.smooth is not None
+    expected = [(value(name, view) ** p).sum(-1) for p in powers]
+    same(entry.smooth(view).numpy(), np.stack(expected), 1e-8)
+
+
+@pytest.mark.parametrize("name", ["softmax", "grouped"])
+def test_energies_of_the_inner_mode_in_balanced_gauge(name: str) -> None:
+    view = layer(5) if name == "softmax" else layer(6, h=6, g=2, d_k=3, d=11)
+    entry = catalogue()["canonical_inner_spectrum"]
+    assert entry.smooth is not None
+    same(entry.smooth(view).numpy(), value(entry.name, view) ** 2, 1e-9)
+
+
+def test_angles_of_deficient_heads_are_not_differentiated() -> None:
+    view = layer(5, d_v=3)
+    flat = replace(view, q=torch.cat((view.q[:, :1], view.q[:, :1], view.q[:, 2:]), 1))
+    entry = catalogue()["query_angles"]
+    assert entry.smooth is not None
+    assert bool((entry.smooth(flat) == 0).all())
+
+
 # ── heads one by one ──
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import levelhead.tensors.cp
 import levelhead.tensors.cp_ranks
 from levelhead.base.errors import InputError, LevelheadWarning
-from levelhead.tensors.cp import CPTensor, cp
+from levelhead.tensors.cp import CPTensor, cp, largest_useful_rank
 from levelhead.tensors.cp_line_search import extrapolated
 from levelhead.tensors.cp_ranks import RankPoint, choose_rank, core_consistency, cp_rank_curve
 from levelhead.tensors.cp_targets import CPTarget, DenseCPTarget, StackCPTarget
@@ -313,6 +313,20 @@ def test_the_alarm_is_silent_on_sound_fits() -> None:
     assert not cp(w_tensor(), 3, init="random", starts=3, sweeps=3000, tolerance=1e-12).degenerate
 
 
+def test_nearly_opposite_but_short_components_of_a_poor_fit_are_not_degenerate() -> None:
+    """Noise: two components nearly cancel and still grow, but explain nothing yet."""
+    draws = torch.Generator().manual_seed(2)
+    x = torch.randn(20, 20, 20, dtype=torch.float64, generator=draws)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LevelheadWarning)
+        early, fit = (cp(x, 4, init="random", sweeps=n, tolerance=0.0) for n in (31, 60))
+    assert fit.relative_error > 0.95
+    assert fit.degeneracy < -0.9
+    assert fit.weights[0] > 1.05 * early.weights[0]
+    assert fit.weights[0] < torch.linalg.vector_norm(x)
+    assert not fit.degenerate
+
+
 # ── how many components ──
 
 
@@ -439,6 +453,37 @@ def test_the_input_is_left_alone_and_gets_no_gradient() -> None:
 def test_errors(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         cp(torch.ones(shape), **{"rank": 2, **options})
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(2, 1), (1 << 20, 3)], ids=["small", "large"])
+def test_small_fits_run_on_one_thread(rank: int, expected: int, monkeypatch) -> None:
+    seen: list[int] = []
+
+    class Enough(Exception):
+        """What is to be seen was seen."""
+
+    def look(*_: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        raise Enough
+
+    monkeypatch.setattr(levelhead.tensors.cp, "_start", look)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for x in (torch.ones(4, 5, 6), STACKS["plain"]):
+            with pytest.raises(Enough):
+                cp(x, rank)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected] * 2
+
+
+def test_with_so_many_components_every_tensor_is_exact() -> None:
+    x = torch.tensor(draw(2, 3, 4))
+    most = largest_useful_rank(x.shape)
+    assert most == 6
+    fit = cp(x, most, sweeps=400, tolerance=1e-12)
+    assert fit.relative_error < 1e-4
 
 
 def test_other_errors() -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from levelhead.base.errors import InputError
 from levelhead.weights.attention_view import AttentionView
+from levelhead.weights.canonical import canonical
+from levelhead.weights.folding import folded
+from levelhead.weights.gauge import act_on_qk
 from levelhead.weights.structure import (
     Alibi,
     InputNorm,
@@ -21,6 +24,7 @@ from levelhead.weights.structure import (
     Relative,
     Rope,
 )
+from levelhead.weights.symmetry_group import symmetry_group
 from oracles.attention import attend
 
 H, G, D_K, D_V, D = 4, 2, 6, 5, 8
@@ -49,6 +53,23 @@ def test_forms_and_maps_are_the_products_of_each_heads_matrices() -> None:
         assert torch.allclose(a.ov.dense()[i], a.o[i] @ a.v[g], rtol=1e-13)
     assert a.qk.right.shape[0] == G  # shared blocks stay shared
     assert a.scale == pytest.approx(D_K**-0.5, rel=1e-15)
+
+
+def test_the_methods_are_the_functions_and_keep_the_class() -> None:
+    a = view(name="mine")
+    assert a.symmetry_group().names == symmetry_group(a).names
+    found, reference = a.canonical(tolerance=0.5), canonical(a, tolerance=0.5)
+    assert type(found.view) is AttentionView
+    assert found.tolerance == 0.5
+    assert torch.equal(found.view.q, reference.view.q)
+    flipped = act_on_qk(found.view, -torch.eye(D_K, dtype=torch.float64).expand(G, -1, -1))
+    again = flipped.canonical(reference=found.view)
+    assert torch.allclose(again.view.q, found.view.q, rtol=1e-10, atol=1e-12)
+    for other in (a.head(1), a.repeat_kv(), a.to(torch.float32), folded(a), flipped):
+        assert type(other) is AttentionView
+    moved = a.symmetry_group()["qk_gauge"].draw(a, torch.Generator().manual_seed(0), 2.0)
+    assert type(moved.view) is AttentionView
+    assert not torch.allclose(moved.view.q, a.q)
 
 
 def test_other_groupings_than_neighbours() -> None:

@@ -10,6 +10,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -175,9 +176,10 @@ def test_llama2c(version: int, shared: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (llama2c_bytes(1)[:-8], "its header announces more"),
+        (llama2c_bytes(1)[:-8], "truncated: 4408 bytes, but its header announces 4416"),
         (llama2c_bytes(2), "version 2 is quantised"),
-        (llama2c_bytes(0)[:-4], "none of the formats"),
+        (llama2c_bytes(0)[:-4], "truncated: 4248 bytes, but its header announces 4252"),
+        (llama2c_bytes(0) + bytes(4), "none of the formats"),
         (struct.pack("<Ii7iB", 0x616B3432, 1, 8, 8, 1, 0, 1, 5, 4, 1), "header is not one of"),
         (struct.pack("<Ii7iB", 0x616B3432, 1, -8, 8, 1, 2, 1, 5, 4, 1), "header is not one of"),
     ],
@@ -490,6 +492,116 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(StoredFileError, match=said):
             open_weights(source)
+
+
+def test_what_cannot_be_opened_is_one_clear_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty.pt").touch()
+    folder = tmp_path / "f" / "model.safetensors"
+    folder.mkdir(parents=True)
+    broken = tmp_path / "g"
+    broken.mkdir()
+    (broken / "model.safetensors").symlink_to(tmp_path / "gone")
+    piped = tmp_path / "h"
+    piped.mkdir()
+    os.mkfifo(piped / "model.safetensors")
+    for source, said in (
+        (tmp_path / "pipe.safetensors", "is no regular file"),
+        (piped, "model.safetensors is no regular file"),
+        (tmp_path / "loop", "a symbolic link that leads nowhere or back to itself"),
+        (broken, "a symbolic link that leads nowhere"),
+        (tmp_path / "empty.pt", r"empty\.pt is empty"),
+        (folder, "is a folder, though it is named like a file"),
+        (folder.parent, r"model\.safetensors is a folder, though"),
+        ("https://example.org/a/b", r"https://example\.org/a/b is an address"),
+        ("nobody/model", r"download it first \(hf download nobody/model --local-dir model\)"),
+        (f"{tmp_path}/a", "does not exist: check the path"),
+    ):
+        with pytest.raises(StoredFileError, match=said):
+            open_weights(source)
+    with pytest.raises(InputError, match="no path was given"):
+        open_weights("")
+
+
+def test_a_path_in_a_folder_that_is_there_is_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoredFileError, match="models/tiny does not exist: check the path"):
+        open_weights("models/tiny")
+
+
+def test_sparse_tensors_are_left_out_by_name(tmp_path: Path) -> None:
+    state = llama_state(2)
+    name = BLOCK.format(0, "q")
+    state[name] = state[name].to_sparse()
+    torch.save(state, tmp_path / "s.pt")
+    for source in (state, tmp_path / "s.pt"):
+        skipped: list[Skip] = []
+        [view] = views(source, skipped=skipped, heads=HEADS)
+        assert view.name == "model.layers.1.self_attn"
+        [skip] = skipped
+        assert (skip.name, skip.loose) == (name, False)
+        assert "a sparse_coo tensor, which is not read" in skip.reason
+        assert match(source, heads=HEADS).skipped == (skip,)
+    only = {name: state[name]}
+    torch.save(only, tmp_path / "o.pt")
+    with pytest.raises(StoredFileError, match="sparse_coo tensor"):
+        open_weights(tmp_path / "o.pt")
+    with pytest.raises(NothingMatched, match="sparse_coo tensor"):
+        list(views(only))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"model_args": {"n_head": 2, "n_embd": D}, "config": {"n_head": 8, "learning_rate": 1.0}},
+        {"config": {"n_head": 2}},
+        {"hyper_parameters": {"lr": 0.1, "model": {"num_heads": 2}}},
+        {"args": {"nhead": 2}},
+    ],
+)
+def test_a_torch_file_may_hold_its_models_settings(beside: dict, tmp_path: Path) -> None:
+    parts = {"c_attn.weight": (3 * D, D), "c_proj.weight": (D, D)}
+    state = {f"transformer.h.0.attn.{n}": torch.randn(s) for n, s in parts.items()}
+    torch.save({"model": state, **beside}, tmp_path / "ckpt.pt")
+    [view] = views(tmp_path / "ckpt.pt")
+    assert (view.heads, view.family) == (2, "nanogpt")
+    assert view.origin("q").source.startswith(next(iter(beside)))
+
+
+@dataclass
+class NanoConfig:
+    n_head: int = 2
+    n_embd: int = D
+
+
+def test_a_live_modules_config_may_be_a_dataclass() -> None:
+    attention = nn.ModuleDict({"c_attn": nn.Linear(D, 3 * D), "c_proj": nn.Linear(D, D)})
+    model = nn.ModuleDict({"h": nn.ModuleList([nn.ModuleDict({"attn": attention})])})
+    model.config = NanoConfig()
+    [view] = views(model)
+    assert (view.heads, str(view.origin("q"))) == (2, "read (config n_head)")
+
+
+def test_settings_without_heads_are_no_config(tmp_path: Path) -> None:
+    torch.save({"model": llama_state(1), "config": {"lr": 0.1}}, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert open_weights(tmp_path / "model.pt").config == CONFIG
+
+
+def test_the_message_of_what_was_not_recognised_is_short() -> None:
+    """Names that look like attention come first; the advice is given once."""
+    state = {f"blocks.{i}.layer_{j}.w": torch.ones(2, 2) for i in range(3) for j in range(200)}
+    state["odd.to_qkv.weight"] = torch.ones(6, 2)
+    with pytest.raises(NothingMatched) as error:
+        list(views(state))
+    said = str(error.value)
+    assert len(said) <= 300
+    assert said.count("layout (") == said.count("layout") - 1 == 1
+    assert "the names seen are odd.to_qkv.weight, " in said
 
 
 # ── fuzzed ──

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,8 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError, StoredFileError
-from levelhead.weights.layouts import views
+from levelhead.weights.layouts import NothingMatched, views
+from levelhead.weights.own_layout import REFERENCE, _Given, own_plan
 from oracles.attention import attend
 
 D, HEADS = 12, 3
@@ -143,3 +148,72 @@ def test_wrong_files_and_families(tmp_path: Path) -> None:
         list(views(state(), layout="lama"))
     with pytest.raises(InputError, match="no attention layer was recognised"):
         list(views(state(), layout="llama", heads=3))
+
+
+# ── parameters by their own names, and layouts that fit nothing ──
+
+
+def packed() -> dict[str, Tensor]:
+    return {
+        "net.blocks.0.attn.in_proj_weight": numbers(3 * D, D, seed=1),
+        "net.blocks.0.attn.in_proj_bias": numbers(3 * D, seed=2),
+        "net.blocks.0.attn.out.weight": numbers(D, D, seed=3),
+    }
+
+
+def test_qkv_may_be_the_name_of_a_parameter() -> None:
+    layout = {"module": "{stem}blocks.{n}.attn", "qkv": "in_proj_weight", "o": "out", "heads": 3}
+    [view] = views(packed(), layout=layout)
+    rows = torch.cat([t.reshape(D, D) for t in (view.q, view.k, view.v)])
+    assert torch.equal(rows, packed()["net.blocks.0.attn.in_proj_weight"])
+    biases = torch.cat([t.reshape(D) for t in (view.q_bias, view.k_bias, view.v_bias)])
+    assert torch.equal(biases, packed()["net.blocks.0.attn.in_proj_bias"])
+    [same] = views(packed(), layout={**layout, "o": "out.weight"})
+    assert torch.equal(same.o, view.o)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"qkv": "to_qkv"}, r"looks for 'to_qkv.weight', by its q or qkv, and no name ends so"),
+        (
+            {"module": "{stem}layers.{n}.attn"},
+            r"module '\{stem\}layers.\{n\}.attn' does not fit 'net.blocks.0.attn.in_proj_weight'",
+        ),
+        ({"o": "proj"}, r"it has no net.blocks.0.attn.proj.weight"),
+    ],
+)
+def test_a_layout_that_fits_nothing_says_which_keyword(change: dict, said: str) -> None:
+    layout = {"module": "{stem}blocks.{n}.attn", "qkv": "in_proj_weight", "o": "out", "heads": 3}
+    with pytest.raises(NothingMatched, match=said) as error:
+        list(views(packed(), layout={**layout, **change}))
+    assert "the names seen are net.blocks.*.attn.in_proj_weight" in str(error.value)
+
+
+def test_the_reference_names_every_keyword() -> None:
+    words = set(re.findall(r"\w+", REFERENCE))
+    assert {f.name for f in fields(_Given)} <= words
+    example = "\n".join(
+        line.split("#")[0].strip()
+        for line in REFERENCE.split("Names.")[0].splitlines()
+        if line.startswith("    ")
+    )
+    given = tomllib.loads(example)
+    assert own_plan(given).store.anchor == "in_proj_weight"
+
+
+def test_a_layout_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "l.toml")
+    with pytest.raises(StoredFileError, match="no regular file"):
+        list(views(packed(), layout=tmp_path / "l.toml"))
+
+
+def test_matrices_stored_the_other_way_round() -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = {f"attn.{n}.weight": torch.randn(8, 8, generator=random) for n in "qkvo"}
+    layout = {"module": "attn", **{n: n for n in "qkvo"}, "heads": 2}
+    [plain] = views(weights, layout=layout)
+    turned = {name: t.T.contiguous() for name, t in weights.items()}
+    [same] = views(turned, layout={**layout, "input_major": True})
+    for name in "qkvo":
+        assert torch.equal(getattr(plain, name), getattr(same, name))
