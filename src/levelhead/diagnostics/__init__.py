@@ -1,0 +1,1 @@
+"""Functions of a model on data: attention maps, sharpness, similarity."""
