@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from levelhead.base.errors import InputError
+from levelhead.nn.sigma_targets import Blocks, attention_weights, named_weights
+from levelhead.weights.layouts import Layout
 
 __all__ = [
     "SigmaReparam",
@@ -43,19 +45,17 @@ __all__ = [
 
 Module = TypeVar("Module", bound=nn.Module)
 _NARROW = (torch.float16, torch.bfloat16)
-# In a MultiheadAttention these are the weights of Linear layers in all but name.
-_ATTENTION_BLOCKS = {
-    "in_proj_weight": 3,
-    "q_proj_weight": 1,
-    "k_proj_weight": 1,
-    "v_proj_weight": 1,
-}
+# Attribute of a module with a reparametrised weight: its parameters' order before.
+_ORDER = "_order_before_sigma_reparam"
 
 
 def sigma_reparam(
     module: Module,
     gamma: float | Literal["preserve"] = "preserve",
     names: Sequence[str] = ("weight",),
+    *,
+    layers: Sequence[str] | Literal["all"] | None = None,
+    layout: Layout | None = None,
 ) -> Module:
     """Replace weights W of `module` by γ W/σ(W), in place, and return the module.
 
@@ -65,14 +65,18 @@ def sigma_reparam(
     `names` picks the 2-D weights: `"weight"` is that of every Linear-like submodule and the
     projections of every `nn.MultiheadAttention`, with Q, K and V of a joint `in_proj_weight` as
     separate blocks (γ [3]); any other name is a parameter of that name anywhere in `module`, or a
-    dotted path to one. Build the optimiser afterwards: γ is a new parameter. Weights keep their
-    identity and stay shared where they were shared.
+    dotted path to one. With `layers`, names or patterns of attention layers as `weights.layouts`
+    finds them ("all": every one; `layout` as there), it is instead the matrices of their queries,
+    keys, values and outputs, in transformers' models too; of a fused one Q, K and V are separate
+    blocks where they are equally large. Build the optimiser afterwards: γ is a new parameter.
+    Weights keep their identity and stay shared where they were shared.
 
     Recomputation (`torch.utils.checkpoint`) calls modules again: put its backward pass in
     `frozen_power_iteration`.
 
-    Raises InputError if a name matches nothing, or for a weight that is not 2-D, empty, complex,
-    not finite or shared with one that would stay as it is, and for a γ that is not positive.
+    Raises InputError if a name matches nothing, for `names` beside `layers`, for a weight that is
+    not 2-D, empty, complex, not finite or shared with one that would stay as it is, and for a γ
+    that is not positive.
 
     >>> import torch
     >>> layer = torch.nn.Linear(3, 2, bias=False)
@@ -90,7 +94,12 @@ def sigma_reparam(
         raise InputError(
             f"sigma_reparam got gamma={gamma!r}; give 'preserve' or a finite number > 0."
         )
-    targets = _targets(module, (names,) if isinstance(names, str) else tuple(names))
+    if layers is None:
+        targets = named_weights(module, (names,) if isinstance(names, str) else tuple(names))
+    else:
+        if tuple(names) != ("weight",):
+            raise InputError("sigma_reparam got names and layers; give one of them.")
+        targets = attention_weights(module, layers, layout)
     callers = {
         id(attention.out_proj): attention
         for attention in module.modules()
@@ -104,6 +113,7 @@ def sigma_reparam(
             start = 1.0 if gamma == "preserve" else float(gamma)
             sigma = made[id(weight)] = SigmaReparam(weight, start, target.blocks)
         _give_own_class(target.host)
+        vars(target.host).setdefault(_ORDER, tuple(target.host._parameters))
         with frozen_power_iteration(sigma):  # torch reads the weight once to check it
             parametrize.register_parametrization(target.host, target.name, sigma)
         sigma.note(weight)
@@ -123,8 +133,8 @@ def remove(module: Module) -> Module:
 
     Each weight becomes, bit for bit, what it was read as: outputs in evaluation are unchanged, and
     so are those in training with the u and v of the last forward. The parameter objects are those
-    from before `sigma_reparam`; γ leaves the module. Raises InputError if there is nothing to fold
-    or another parametrisation lies on top.
+    from before `sigma_reparam`, in their order; γ leaves the module. Raises InputError if there is
+    nothing to fold or another parametrisation lies on top.
 
     >>> import torch
     >>> layer = sigma_reparam(torch.nn.Linear(3, 2), gamma=1.0)
@@ -153,6 +163,8 @@ def remove(module: Module) -> Module:
             parametrize.remove_parametrizations(host, name, leave_parametrized=False)
         for weight, value in folded.values():
             weight.copy_(value)
+    for host, _, _ in found:
+        _restore_order(host)
     for host in module.modules():
         for key in [k for k, hook in host._forward_pre_hooks.items() if hook is _power_steps]:
             del host._forward_pre_hooks[key]
@@ -184,30 +196,30 @@ def frozen_power_iteration(*models: nn.Module) -> Iterator[None]:
 class SigmaReparam(nn.Module):
     """The map W → γ W/σ(W) of one weight; made by `sigma_reparam`.
 
-    W [rows, columns] may be `blocks` matrices one above the other, each with its own σ and γ:
-    γ [] or [blocks], u [blocks, rows/blocks], v [blocks, columns]. While σ is zero W passes
-    unchanged, with its plain gradient (γ preserved from a zero matrix is zero, and learns once W
-    has moved).
+    W [rows, columns] may be several matrices (see `Blocks`), each with its own σ and γ: for
+    matrices one above the other γ [] or [blocks], u [blocks, rows/blocks], v [blocks, columns].
+    While σ is zero W passes unchanged, with its plain gradient (γ preserved from a zero matrix is
+    zero, and learns once W has moved).
     """
 
     gamma: nn.Parameter
     u: Tensor
     v: Tensor
 
-    def __init__(self, weight: Tensor, gamma: float = 1.0, blocks: int = 1) -> None:
+    def __init__(self, weight: Tensor, gamma: float = 1.0, blocks: Blocks | int = 1) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks = Blocks(blocks) if isinstance(blocks, int) else blocks
         self.power_iteration_frozen = False
         # Which tensor, in which version, u and v have last seen; and whether a read of it has
         # already taken the step of the next forward.
         self._seen = (0, 0)
         self._ahead = False
-        rows, columns = weight.shape
-        shape = () if blocks == 1 else (blocks,)
+        count, rows, columns = self.blocks.cut(weight.detach()).shape
+        shape = () if count == 1 else (count,)
         start = torch.full(shape, gamma, dtype=weight.dtype, device=weight.device)
         self.gamma = nn.Parameter(start, requires_grad=weight.requires_grad)
-        self.register_buffer("u", weight.detach().new_zeros(blocks, rows // blocks))
-        self.register_buffer("v", weight.detach().new_zeros(blocks, columns))
+        self.register_buffer("u", weight.detach().new_zeros(count, rows))
+        self.register_buffer("v", weight.detach().new_zeros(count, columns))
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return Ŵ [rows, columns], after a power step if training missed one (see the top)."""
@@ -218,17 +230,18 @@ class SigmaReparam(nn.Module):
         # The inner `where` keeps the gradient of the branch not taken finite.
         zero = sigma.abs() < torch.finfo(sigma.dtype).tiny
         ratio = torch.where(zero, 1.0, self.gamma / torch.where(zero, 1.0, sigma))
-        return (self._stack(weight) * ratio.reshape(-1, 1, 1)).reshape(weight.shape)
+        return self.blocks.joined(self.blocks.cut(weight) * ratio.reshape(-1, 1, 1), weight.shape)
 
     def sigma(self, weight: Tensor) -> Tensor:
         """uᵀ W v of each block, [] or [blocks], differentiable in W; computed in float32 or wider.
 
         It is rounded to W's precision, so that γ = σ gives a ratio of exactly 1.
         """
-        stack = _wide(self._stack(weight))
+        stack = _wide(self.blocks.cut(weight))
         # Copies: a power step of a second forward would change what this one's backward needs.
         u, v = self.u.clone().to(stack.dtype), self.v.clone().to(stack.dtype)
-        image = (stack @ v.unsqueeze(-1)).squeeze(-1)
+        with _as_wide(stack):
+            image = (stack @ v.unsqueeze(-1)).squeeze(-1)
         return (u * image).sum(-1).reshape(self.gamma.shape).to(weight.dtype)
 
     def power_step(self, weight: Tensor) -> None:
@@ -243,7 +256,7 @@ class SigmaReparam(nn.Module):
         """Set u and v to the exact singular vectors of W, if W is finite."""
         if not torch.isfinite(weight).all():
             return
-        left, _, right = torch.linalg.svd(_wide(self._stack(weight)), full_matrices=False)
+        left, _, right = torch.linalg.svd(_wide(self.blocks.cut(weight)), full_matrices=False)
         self.u.copy_(left[..., :, 0])
         self.v.copy_(right[..., 0, :])
         self.note(weight)
@@ -269,22 +282,28 @@ class SigmaReparam(nn.Module):
 
     @torch.no_grad()
     def _iterate(self, weight: Tensor) -> None:
-        stack = _wide(self._stack(weight))
-        v = self.v.to(stack.dtype).unsqueeze(-1)
-        self.u.copy_(_unit_or(stack @ v, self.u))
-        u = self.u.to(stack.dtype).unsqueeze(-1)
-        self.v.copy_(_unit_or(stack.mT @ u, self.v))
+        stack = _wide(self.blocks.cut(weight))
+        with _as_wide(stack):
+            v = self.v.to(stack.dtype).unsqueeze(-1)
+            self.u.copy_(_unit_or(stack @ v, self.u))
+            u = self.u.to(stack.dtype).unsqueeze(-1)
+            self.v.copy_(_unit_or(stack.mT @ u, self.v))
         self.note(weight)
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}"
 
-    def _stack(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self.blocks, -1, weight.shape[-1])
-
 
 def _wide(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype in _NARROW else weight
+
+
+def _as_wide(stack: Tensor) -> AbstractContextManager[object]:
+    """No autocast: products of what is wide are not narrowed."""
+    kind = stack.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _unit_or(column: Tensor, previous: Tensor) -> Tensor:
@@ -323,6 +342,14 @@ def _synchronise_after_load(weights: Any, incompatible_keys: Any) -> None:
         sigma.synchronise(weights.original)
 
 
+def _restore_order(host: nn.Module) -> None:
+    """Put the parameters in the order from before: optimisers know theirs by number."""
+    own = host._parameters
+    order = [name for name in vars(host).pop(_ORDER, ()) if name in own]
+    for name in [*order, *(name for name in own if name not in order)]:
+        own[name] = own.pop(name)
+
+
 def _give_own_class(host: nn.Module) -> None:
     """torch keeps a parametrised weight as a property of a class that deep copies share: without
     a class of its own, adding or removing one here would do so in all copies."""
@@ -330,81 +357,3 @@ def _give_own_class(host: nn.Module) -> None:
         shared = type(host)
         body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
         host.__class__ = type(shared.__name__, shared.__bases__, body)
-
-
-class _Target(NamedTuple):
-    host: nn.Module
-    name: str
-    path: str
-    weight: nn.Parameter
-    blocks: int
-
-
-def _targets(module: nn.Module, names: tuple[str, ...]) -> list[_Target]:
-    """The weights that `names` ask for, checked."""
-    owned = [
-        (host, name, f"{prefix}.{name}" if prefix else name, weight)
-        for prefix, host in module.named_modules()
-        if not isinstance(host, (ParametrizationList, SigmaReparam))
-        for name, weight in host._parameters.items()
-        if weight is not None
-    ]
-    asked = [(entry, _asked_by(entry[0], entry[1], entry[2], names)) for entry in owned]
-    matched = {name for _, found in asked for name in found}
-    missing = [name for name in names if name not in matched]
-    if missing or not names:
-        available = [path for _, _, path, weight in owned if weight.ndim == 2]
-        raise InputError(
-            f"sigma_reparam found no weight for {missing or list(names)} in "
-            f"{type(module).__name__}; its plain 2-D parameters are {available[:12]}."
-        )
-    chosen = [
-        _Target(h, n, path, w, _ATTENTION_BLOCKS.get(n, 1) if _is_attention(h) else 1)
-        for (h, n, path, w), found in asked
-        if found
-    ]
-    for target in chosen:
-        _check(target)
-    taken = {(id(target.host), target.name) for target in chosen}
-    weights = {id(target.weight) for target in chosen}
-    for host, name, path, weight in owned:
-        if id(weight) in weights and (id(host), name) not in taken:
-            raise InputError(
-                f"{path!r} shares its weight with one that sigma_reparam is to replace and would "
-                f"no longer equal it; add it to names or give it a weight of its own."
-            )
-    return chosen
-
-
-def _asked_by(host: nn.Module, name: str, path: str, names: tuple[str, ...]) -> list[str]:
-    """Which of `names` mean this parameter."""
-    kinds = {path} if name == "weight" else {path, name}
-    if (name == "weight" and _is_linear(host)) or (
-        _is_attention(host) and name in _ATTENTION_BLOCKS
-    ):
-        kinds.add("weight")
-    return [asked for asked in names if asked in kinds]
-
-
-def _is_attention(host: nn.Module) -> bool:
-    return isinstance(host, nn.MultiheadAttention)
-
-
-def _is_linear(host: nn.Module) -> bool:
-    """nn.Linear and its look-alikes, such as the Conv1D of GPT-2: not embeddings, not norms."""
-    features = hasattr(host, "in_features") and hasattr(host, "out_features")
-    return isinstance(host, nn.Linear) or features or (hasattr(host, "nx") and hasattr(host, "nf"))
-
-
-def _check(target: _Target) -> None:
-    weight, what = target.weight, None
-    if weight.ndim != 2:
-        what = f"has shape {list(weight.shape)}; a 2-D weight is needed"
-    elif weight.numel() == 0:
-        what = f"is empty (shape {list(weight.shape)}); leave it out"
-    elif weight.is_complex() or not weight.is_floating_point():
-        what = f"is of type {weight.dtype}; real floating-point numbers are needed"
-    elif not torch.isfinite(weight).all():
-        what = "holds values that are not finite; mend them first"
-    if what:
-        raise InputError(f"sigma_reparam: {target.path!r} {what}.")

@@ -563,5 +563,18 @@ def test_moves_between_dtypes_take_everything_along() -> None:
     assert meta(torch.ones(2, 6, device="meta")).shape == (2, 4)
 
 
+def test_sigma_is_wide_inside_autocast() -> None:
+    """bfloat16 products would miss σ by up to 2⁻⁸, and γ = σ would change the map."""
+    layer = sigma_reparam(linear().float())
+    before = original(layer).detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.eval().weight, before)
+        layer.train()
+        for _ in range(60):
+            layer(torch.zeros(1, 6))
+    expected = oracle.spectral_norm(before.double().numpy())
+    assert step_of(layer).sigma(before).item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_documented_examples_run() -> None:
     assert doctest.testmod(levelhead.nn.sigma_reparam).failed == 0
