@@ -35,10 +35,11 @@ __all__ = [  # noqa: RUF022 - in groups, in the order in which one meets them
     "ReversibleNorm",
     "remove_sigma_reparam",
     "sigma_reparam",
-    # training: towards flat minima
+    # training: towards flat minima, and any loop of your own watched
     "SAM",
     "TrainingSettings",
     "train",
+    "watch",
     # records: what a command leaves behind, and the page that shows it
     "Run",
     "Reading",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from levelhead.report.document import write_report as report
     from levelhead.training.loop import TrainingSettings, train
     from levelhead.training.sam import SAM
+    from levelhead.training.watch import watch
     from levelhead.weights.attention_view import AttentionView
 
 _HOME = {
@@ -87,6 +89,7 @@ _HOME = {
     "SAM": "training.sam",
     "TrainingSettings": "training.loop",
     "train": "training.loop",
+    "watch": "training.watch",
     "Run": "base.records",
     "Reading": "base.records",
     "Figure": "base.records",

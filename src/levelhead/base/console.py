@@ -18,6 +18,7 @@ from levelhead.base.errors import InputError, Interrupted, LevelheadError, Level
 
 __all__ = [
     "explained",
+    "json_of_parts",
     "json_text",
     "names",
     "shares",
@@ -147,7 +148,16 @@ def json_text(rows: Sequence[Mapping[Any, Any]]) -> str:
     >>> json_text([{"mse": float("nan")}]).split()
     ['[', '{', '"mse":', 'null', '}', ']']
     """
-    plain = [{str(name): _plain(value) for name, value in row.items()} for row in rows]
+    return json.dumps(_plain_rows(rows), indent=1, allow_nan=False)
+
+
+def json_of_parts(parts: Mapping[str, Sequence[Mapping[Any, Any]]]) -> str:
+    """Several tables as one object of strict JSON, each under its name; as `json_text`.
+
+    >>> json_of_parts({"heads": [{"head": 0}]}).split()
+    ['{', '"heads":', '[', '{', '"head":', '0', '}', ']', '}']
+    """
+    plain = {name: _plain_rows(rows) for name, rows in parts.items()}
     return json.dumps(plain, indent=1, allow_nan=False)
 
 
@@ -170,6 +180,10 @@ def table_text(rows: Sequence[Mapping[Any, Any]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _plain_rows(rows: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
+    return [{str(name): _plain(value) for name, value in row.items()} for row in rows]
+
+
 def _plain(value: Any) -> Any:
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -177,5 +191,5 @@ def _plain(value: Any) -> Any:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
     return "–" if value is None else str(value)

@@ -15,15 +15,13 @@ Figures and notes are the business of one process, usually the one that created 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import operator
 import os
-import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from levelhead.base.files import (
     write_atomically,
     write_json,
 )
+from levelhead.base.plain_values import plain_value, refuse_changes, same_bits, versions
 
 __all__ = ["FIGURE_KINDS", "Figure", "Reading", "Run"]
 
@@ -53,6 +52,7 @@ _RUN_FILES = (
     "arrays-*.safetensors",
 )
 _WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_DRAWN = re.compile(r"~[0-9a-f]{12}$")  # arrays of figures that are drawn again
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Figure:
     fan      history [T, D], forecast [H, D], lower [C, H, D], upper [C, H, D], optional
              actual [H, D]; labels channels (D), coverage (C, such as "80%"), time (T + H, ISO
              dates or whole numbers); units by channel name, or "y" for all
-    lines    x [n], y [k, n] (nan leaves a gap), optional mark (one x position); labels series (k);
+    lines    x [n], y [k, n] (nan leaves a gap), optional mark [m] (x positions); labels series (k);
              axes {"y_scale": "log"} for a logarithmic scale
     heatmap  values [r, c]; labels rows (r), columns (c)
     table    values [r, c]; labels rows, columns; axes {"best": "min"} marks each column's smallest
@@ -176,7 +176,7 @@ class Run:
         `LevelheadError` when the folder cannot be written.
         """
         folder = Path(folder)
-        plain = {str(key): _plain(value, str(key)) for key, value in settings.items()}
+        stored = {str(key): plain_value(value, str(key)) for key, value in settings.items()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -192,14 +192,14 @@ class Run:
             )
         if used:
             run = cls.open(folder)
-            _refuse_changes(folder, run.settings, plain)
+            refuse_changes(folder, run.settings, stored)
             return run
         head = {
             "schema": SCHEMA,
             "title": title,
             "command": command,
-            "settings": plain,
-            "versions": _versions(),
+            "settings": stored,
+            "versions": versions(),
         }
         write_json(folder / "settings.json", head)
         return cls(folder, head)
@@ -315,7 +315,7 @@ class Run:
                 )
             if name not in here:
                 new[name] = array
-            elif not _same_bits(self.array(name), array):
+            elif not same_bits(self.array(name), array):
                 raise InputError(
                     f"The run already holds another array named {name!r}: choose a new name."
                 )
@@ -361,22 +361,70 @@ class Run:
         Names are unique: the same Figure again changes nothing, a different one of the same name
         is refused, and so is one that names an array the run does not hold (`InputError`).
         """
-        held = self.figures()
-        by_name = {figure.name: figure for figure in held}
-        arrays = set(self.array_names())
+        by_name = {figure.name: figure for figure in self.figures()}
+        for figure in figures:
+            if by_name.setdefault(figure.name, figure) != figure:
+                raise InputError(
+                    f"The run already holds another figure named {figure.name!r}: "
+                    "choose a new name."
+                )
+        self._write_figures(by_name.values())
+
+    def replace_figures(
+        self, figures: Iterable[Figure], arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Put Figures in the place of those of the same names, and new ones at the end.
+
+        For what is drawn again while a run grows. `arrays` belong to these Figures alone: they are
+        stored under their names with a `~` and a digest of their content, which the Figures are
+        made to name, so that the next drawing may hold other values; those that no Figure names
+        any more are removed. Raises `InputError` as `add_figures` and `add_arrays`.
+
+        >>> import tempfile
+        >>> run = Run.create(tempfile.mkdtemp(), title="A try", command=None, settings={})
+        >>> loss = Figure("loss", "lines", "Loss", "It falls.", {"x": "x", "y": "y"})
+        >>> for n in (2, 3):
+        ...     run.replace_figures([loss], {"x": np.arange(n), "y": np.ones((1, n))})
+        >>> [run.array(figure.arrays["x"]) for figure in run.figures()], len(run.array_names())
+        ([array([0, 1, 2])], 2)
+        """
+        given = {name: np.array(a, order="C", copy=None) for name, a in (arrays or {}).items()}
+        digest = hashlib.sha256()
+        for name, array in sorted(given.items()):
+            digest.update(f"{name}\0{array.dtype}{array.shape}".encode())
+            digest.update(array.tobytes())
+        stored = {name: f"{name}~{digest.hexdigest()[:12]}" for name in given}
+        self.add_arrays({stored[name]: array for name, array in given.items()})
+        by_name = {figure.name: figure for figure in self.figures()}
+        for figure in figures:
+            named = {role: stored.get(name, name) for role, name in figure.arrays.items()}
+            by_name[figure.name] = replace(figure, arrays=named)
+        self._write_figures(by_name.values())
+        self._drop_arrays(set(stored.values()))
+
+    def _write_figures(self, figures: Iterable[Figure]) -> None:
+        arrays, plain = set(self.array_names()), []
         for figure in figures:
             if missing := sorted(set(figure.arrays.values()) - arrays):
                 raise InputError(
                     f"Figure {figure.name!r} names the array {missing[0]!r}, "
                     "which the run does not hold: add the array first."
                 )
-            if by_name.setdefault(figure.name, figure) != figure:
-                raise InputError(
-                    f"The run already holds another figure named {figure.name!r}: "
-                    "choose a new name."
-                )
-        plain = [{part.name: getattr(f, part.name) for part in fields(f)} for f in by_name.values()]
+            plain.append({part.name: getattr(figure, part.name) for part in fields(figure)})
         write_json(self._folder / "figures.json", plain)
+
+    def _drop_arrays(self, new: set[str]) -> None:
+        """Remove files of arrays that `replace_figures` stored and that no Figure names."""
+        used = new.union(*(figure.arrays.values() for figure in self.figures()))
+        files: dict[Path, set[str]] = {}
+        for name, path in self._where_arrays_lie.items():
+            files.setdefault(path, set()).add(name)
+        for path, names in files.items():
+            if all(_DRAWN.search(name) for name in names) and not names & used:
+                path.unlink(missing_ok=True)
+                self._indexed.discard(path)
+                for name in names:
+                    del self._where_arrays_lie[name]
 
     def figures(self) -> list[Figure]:
         """The Figures in the order in which they were added."""
@@ -412,48 +460,6 @@ class Run:
         return f"Run({str(self._folder)!r}, title={self.title!r})"
 
 
-# ── plain values and JSON ──
-
-
-def _plain(value: Any, key: str) -> Any:
-    """`value` as JSON can hold it; `key` says where it stands, for the error."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, os.PathLike):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part, f"{key}.{name}") for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part, f"{key}[{place}]") for place, part in enumerate(value)]
-    raise InputError(
-        f"The setting {key!r} is a {type(value).__name__}, which a run cannot store: "
-        "give text, numbers, booleans, None, or lists and mappings of these."
-    )
-
-
-def _refuse_changes(folder: Path, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    for key in sorted(stored.keys() | given.keys()):
-        if stored.get(key) != given.get(key):
-            raise InputError(
-                f"The run in {folder} was made with {key} = {stored.get(key)!r}, not "
-                f"{given.get(key)!r}: resume it with its own settings or choose another folder."
-            )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("levelhead", "numpy", "torch"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions | {"platform": platform.platform()}
-
-
 # ── lines of readings ──
 
 
@@ -475,9 +481,3 @@ def _from_line(line: bytes, path: Path, number: int) -> Reading:
             f"Line {number} of {path} is not a Reading: the file was altered; "
             "restore it or remove the line."
         ) from error
-
-
-def _same_bits(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    # Values alone would call -0.0 and 0.0 the same and nan different from itself.
-    same = one.shape == other.shape and one.dtype == other.dtype.newbyteorder("=")
-    return same and one.tobytes() == other.astype(one.dtype).tobytes()

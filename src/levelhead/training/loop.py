@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,7 +51,8 @@ class TrainingSettings:
         restart_every: epochs per cosine; 0 keeps the rate constant.
         rho: radius of sharpness-aware minimisation; 0 is plain Adam.
         adaptive: ASAM's elementwise scaling of the radius.
-        weight_decay: decoupled (AdamW) when positive.
+        weight_decay: decoupled (AdamW) when positive; added to the gradient by SGD.
+        optimizer: "adam", or "sgd" (momentum .9).
         steps_per_epoch: cap on steps per epoch, None for all windows.
         seed: of the shuffling.
     """
@@ -64,10 +66,13 @@ class TrainingSettings:
     rho: float = 0.7
     adaptive: bool = False
     weight_decay: float = 0.0
+    optimizer: Literal["adam", "sgd"] = "adam"
     steps_per_epoch: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.optimizer not in ("adam", "sgd"):
+            raise InputError(f"optimizer must be 'adam' or 'sgd', {self.optimizer!r} was given")
         steps = 1 if self.steps_per_epoch is None else self.steps_per_epoch
         positive = {"epochs": self.epochs, "batch_size": self.batch_size, "steps_per_epoch": steps}
         for name, value in positive.items():
@@ -368,8 +373,12 @@ def _optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Opti
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient: nothing to train")
+    kind: type[torch.optim.Optimizer]
     kind = torch.optim.AdamW if settings.weight_decay > 0 else torch.optim.Adam
-    options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": True}
+    options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "sgd":
+        kind, options = torch.optim.SGD, options | {"momentum": 0.9}
+    options["fused"] = True
     if settings.rho == 0:
-        return kind(parameters, **options)  # type: ignore[arg-type]
+        return kind(parameters, **options)
     return SAM(parameters, kind, rho=settings.rho, adaptive=settings.adaptive, **options)

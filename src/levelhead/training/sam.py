@@ -6,6 +6,29 @@ the adaptive form is Kwon et al., arXiv:2102.11600, eq. 6 without its constant �
     T = 1, or |w| elementwise when adaptive
     ε_g = ρ_g T² ∇L(w) / ‖T ∇L(w)‖₂       one norm, over all weights of all groups together
     w ← base optimiser's step from w, with the gradient ∇L(w + ε)
+
+With autocast, accumulation, DistributedDataParallel and a GradScaler, all of it inside the closure:
+
+    def closure():
+        sam.zero_grad()
+        total = torch.zeros((), device=device)
+        for i, (x, y) in enumerate(micro_batches):
+            last = i + 1 == len(micro_batches)
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                with torch.autocast("cuda", torch.float16):
+                    loss = criterion(ddp(x), y) / len(micro_batches)
+                scaler.scale(loss).backward()
+            total += loss.detach()
+        torch.distributed.all_reduce(total)
+        return total / torch.distributed.get_world_size()
+
+    with sam.ascent_pass(ddp):
+        loss = sam.step(closure, scaler)
+
+The backward pass of the last micro-batch averages the gradients over the processes, in both passes:
+ε and the step are those of the whole batch, and the same in every process, without any word between
+them here. The loss is averaged because SAM looks whether it is finite: all processes must take, or
+leave out, the second pass together. Leave out what you do not use; bfloat16 needs no scaler.
 """
 
 from __future__ import annotations
@@ -274,6 +297,8 @@ class SAM(Optimizer):
             with torch.no_grad():
                 for move in moves:
                     torch._foreach_add_(move.weights, move.direction, alpha=move.rho / norm)
+            # Autocast around the step keeps narrow copies of weights; these are not w + ε.
+            torch.clear_autocast_cache()
             del moves, move  # the first gradients need not outlive the second pass's zero_grad
             self.ascent_steps += 1
             yield True
@@ -281,6 +306,7 @@ class SAM(Optimizer):
             # A copy, not a subtraction: (w + ε) - ε is not w in floating point.
             with torch.no_grad():
                 torch._foreach_copy_(weights, saved)
+            torch.clear_autocast_cache()
 
     def _second_pass(self, closure: Callable[[], Loss], before: list[list[Tensor]]) -> None:
         with ExitStack() as stack, torch.enable_grad():

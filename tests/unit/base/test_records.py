@@ -424,3 +424,37 @@ def test_records_need_nothing_heavy(module):
     )
     assert module in done.stdout.split()
     assert not {"torch", "pandas", "scipy", "sklearn"} & set(done.stdout.split())
+
+
+# ── figures that are drawn again ──
+
+
+def test_figures_are_replaced_with_their_arrays(tmp_path):
+    run = _run(tmp_path)
+    run.add_arrays({"kept": np.arange(3.0), "note~book": np.ones(2)})
+    run.add_figures([_figure("first", arrays={"x": "kept", "y": "kept"})])
+    for size in (4, 5):
+        arrays = {"x": np.arange(size), "y": np.zeros((1, size))}
+        run.replace_figures(
+            [_figure("loss"), _figure("more", arrays={"x": "kept", "y": "y"})], arrays
+        )
+    again = Run.open(tmp_path)
+    assert [figure.name for figure in again.figures()] == ["first", "loss", "more"]
+    loss, more = again.figures()[1:]
+    np.testing.assert_array_equal(again.array(loss.arrays["x"]), np.arange(5))
+    assert more.arrays["x"] == "kept"
+    assert more.arrays["y"] == loss.arrays["y"]
+    # The arrays of the first drawing are gone, those of others are not.
+    assert len(again.array_names()) == 4
+    assert {"kept", "note~book"} < set(again.array_names())
+    assert run.array_names() == again.array_names()
+
+
+def test_figures_that_stay_the_same_are_replaced_by_themselves(tmp_path):
+    run = _run(tmp_path)
+    for _ in range(2):
+        run.replace_figures([_figure()], {"x": np.arange(3), "y": np.ones((1, 3))})
+    assert len(list(tmp_path.glob("arrays-*"))) == 1
+    with pytest.raises(InputError, match="names the array 'z'"):
+        run.replace_figures([_figure(arrays={"x": "z"})])
+    assert [figure.name for figure in run.figures()] == ["loss"]

@@ -1,0 +1,87 @@
+"""One epoch of the toy study against the same model written the ordinary way.
+
+    python -m pytest benchmarks/bench_toy.py -s -o python_files="bench_*.py"
+
+CPU seconds in one process, ours and the other in turns, one thread; windows and arithmetic are the
+study's (L 512, H 96, D 7, batch 32, W_V W_O factored, no biases, Adam).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from levelhead.base.numerics import threads
+from levelhead.studies.toy_model import ARMS, Toy, built, mean_loss, toy_data
+from levelhead.training.loop import TrainingSettings, train
+
+CONTEXT, HORIZON, CHANNELS, WIDTH, WINDOWS, ROUNDS = 512, 96, 7, 16, 3_200, 5
+
+
+class Ordinary(nn.Module):
+    """f(X) = [X + A(X) X W_V W_O] W with one module for each matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(CONTEXT, WIDTH, bias=False) for _ in range(3))
+        self.output = nn.Linear(WIDTH, CONTEXT, bias=False)
+        self.head = nn.Linear(CONTEXT, HORIZON, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        forecast: Tensor = self.head(x + self.output(attended))
+        return forecast
+
+
+def ordinary_epoch(toy: Toy, model: Ordinary, optimizer: torch.optim.Optimizer) -> None:
+    windows = TensorDataset(toy.x, toy.y)
+    for x, y in DataLoader(windows, batch_size=32, shuffle=True):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+
+def our_epochs(toy: Toy, epochs: int) -> None:
+    arm = ARMS["transformer"]
+    model = built(arm, CONTEXT, HORIZON, init="keras", width=WIDTH, seed=0)
+    settings = TrainingSettings(epochs=epochs, patience=0, batch_size=32, restart_every=0, rho=0.0)
+
+    def closure(index: Tensor) -> Callable[[], Tensor]:
+        x, y = toy.x.index_select(0, index), toy.y.index_select(0, index)
+        return lambda: mean_loss(model, arm, x, y, 0.0)
+
+    train(model, closure, len(toy.x), None, settings, show_progress=False)
+
+
+def cpu_seconds(work: Callable[[], None]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def test_an_epoch_takes_at_most_half_of_the_ordinary_one(rows: Any) -> None:
+    toy = toy_data(CONTEXT, HORIZON, CHANNELS, WINDOWS, 32, seed=0)
+    with threads(1):
+        model = Ordinary()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        ratios = []
+        for round_ in range(ROUNDS + 1):
+            other = cpu_seconds(lambda: ordinary_epoch(toy, model, optimizer))
+            ours = cpu_seconds(lambda: our_epochs(toy, 1))
+            if round_:  # the first one warms up
+                ratios.append(other / ours)
+    steps = math.ceil(WINDOWS / 32)
+    rows.note(
+        f"an epoch of the toy study ({steps} steps of 32) / nn.Linear, SDPA, DataLoader",
+        f"{median(ratios):.2f}x faster ({min(ratios):.2f}–{max(ratios):.2f}, CPU seconds)",
+    )

@@ -1,0 +1,1 @@
+"""One file per heavy optional library: importing a file is opting in."""
