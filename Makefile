@@ -69,9 +69,12 @@ $(VENV)/demo-installed: $(INPUTS)
 	$(PIP) -e ".[demo]"
 	@touch $@
 
+# curvlinops, which benchmarks compare with, asks for torchvision by way of backpack without using
+# it, and pip would take a build of it that does not load beside this torch.
 $(VENV)/dev-installed: $(INPUTS)
 	@$(call say_size,0.45 GB,3 GB)
 	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps "curvlinops-for-pytorch>=3" "backpack-for-pytorch>=1.6" "unfoldNd>=0.2"
 	@touch $@
 
 # Silent where torch is there already: what is left to fetch is small then.

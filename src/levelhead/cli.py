@@ -40,6 +40,8 @@ from levelhead.cli_shared import (
     show,
     tell,
 )
+from levelhead.cli_studies import register as register_studies
+from levelhead.cli_watch import register as register_watch
 
 __all__ = ["app", "main"]
 
@@ -301,7 +303,12 @@ def report(
     """Write the report of a run: one HTML file that needs no network."""
     from levelhead.report.document import write_report as work
 
-    typer.echo(work(run, out))
+    opened = Run.open(run)
+    if opened.command == "watch":  # its Figures are of what was read by now, ended or not
+        from levelhead.training.watch_figures import redraw
+
+        redraw(opened)
+    typer.echo(work(opened, out))
 
 
 @data_app.command("list")
@@ -366,6 +373,8 @@ def data_get(
 
 
 register(app)
+register_studies(app)
+register_watch(app)
 
 
 def main() -> None:

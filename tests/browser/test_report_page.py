@@ -16,7 +16,7 @@ from levelhead.report.palette import SCHEMES, contrast
 from unit.report.examples import hostile_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WIDTHS = (360, 390, 820, 1280, 1600)
+WIDTHS = (360, 390, 820, 1200, 1600)
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -74,6 +74,8 @@ function measure(frame) {
     scrolls: page.documentElement.scrollWidth, hostile: view.hostile ?? null,
     paper: view.getComputedStyle(page.body).backgroundColor,
     drawings: [...page.querySelectorAll('svg.drawing')].filter(shown).length,
+    broad: [...page.querySelectorAll('table.broad')].map(
+      e => [box(e).width, e.parentElement.clientWidth]),
     odd: page.querySelectorAll('script, img, b, i:not(.ramp)').length};
 }
 window.addEventListener('load', () => {
@@ -129,6 +131,12 @@ def test_every_width_was_shown_in_the_scheme_asked_for(measured):
         assert page["texts"] > 300
         # One drawing for each figure (a table is none), and nine panels more for the large fan.
         assert page["drawings"] == 10 + 9 - 1
+
+
+def test_a_broad_table_is_seen_whole_on_a_wide_screen(measured):
+    for page in measured[1]:
+        (sizes,) = page["broad"]
+        assert (sizes[0] <= sizes[1]) == (page["width"] >= 1200), page["width"]
 
 
 def test_no_text_overlaps_another(measured):

@@ -4,24 +4,24 @@ Axes as in `attention_view`. Layers are matched by name (in
 order where all names differ), and within a layer the heads of b are
 permuted so that the similarity of QK forms and OV maps is largest (linear assignment): an order of
 heads means nothing. The change of a head is the relative distance of its forms,
-‖B_i - B'_π(i)‖/‖B_i‖ and ‖M_i - M'_π(i)‖/‖M_i‖, with norms in front folded.
+‖B_i - B'_π(i)‖/‖B_i‖ and ‖M_i - M'_π(i)‖/‖M_i‖, with norms in front folded. Under rotary positions
+a head has a form B_i(n) for every offset n between query and key: squares and inner products are
+averages over all offsets (`invariants.rotary`), not those of a token with itself.
 
 Two examples. A checkpoint and a copy of it with heads in another order, in another basis inside
 the heads: nothing moved. One with the queries of head 3 halved: its QK form moved by 0.5.
 
 Forms compare where both models have the residual stream in one basis: after fine-tuning, or along
 one training. Two seeds have bases of their own; `basis="own"` compares singular values instead,
-which no rotation of the residual stream moves.
+which no rotation of the residual stream moves (under rotary positions those at offset zero).
 """
 
 from __future__ import annotations
 
 import html
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,13 +35,17 @@ from levelhead.base.numerics import threads
 from levelhead.base.progress import progress
 from levelhead.base.records import Run
 from levelhead.inspection.compare_figures import write_comparison, write_series
+from levelhead.inspection.folders import refuse_used
 from levelhead.inspection.measures import folded_layer, too_large
 from levelhead.inspection.rows import frame
+from levelhead.inspection.steps import refuse_series_with_b, steps_of
 from levelhead.invariants.heads import normalised, participation_ratio
+from levelhead.invariants.rotary import is_rotary, rotary_gram, rotary_parts
 from levelhead.invariants.spectral import effective_qk
 from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.checkpoints import Weights, open_weights
+from levelhead.weights.gauge import inner_blocks
 from levelhead.weights.layouts import Layout, Match, NothingMatched, Skip, match, views
 
 if TYPE_CHECKING:
@@ -54,7 +58,6 @@ Row = dict[str, Any]
 # Below this mean cosine of matched heads, forms are as unrelated as those of two seeds.
 _UNRELATED = 0.2
 _ROUNDING = 1e-9
-_STEP = re.compile(r"step[-_]?(\d+)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,6 +84,11 @@ class Comparison:
     def rows(self) -> list[Row]:
         """What the command prints: heads of two checkpoints, layers and steps of a series."""
         return list(self.heads if self.b is not None else self.layers)
+
+    @property
+    def moved(self) -> bool:
+        """Whether some head changed by more than rounding, or stands under another number."""
+        return any(row["change"] > _ROUNDING or row["matched"] != row["head"] for row in self.heads)
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each layer and head of a, largest change first.
@@ -141,6 +149,8 @@ def compare(
     """
     if basis not in ("shared", "own"):
         raise InputError(f"basis={basis!r} was given; expected 'shared' or 'own'")
+    refuse_series_with_b(a, b)
+    refuse_used(out)
     options = {"layers": layers, "layout": layout, **arguments}
     if b is None:
         found = _series(a, basis, options, show_progress)
@@ -154,33 +164,9 @@ def compare(
     if b is None:
         write_series(run, found.layers)
     else:
-        write_comparison(run, found.heads, found.layers)
+        write_comparison(run, found.heads, found.layers, trained_apart=basis == "own")
     run.add_notes(found.notes())
     return Comparison(found.a, found.b, found.heads, found.layers, found.skipped, found.said, run)
-
-
-def steps_of(folder: object) -> list[tuple[int, Path]]:
-    """(number, path) of the `step-…` folders or files in a folder, in order.
-
-    Raises InputError for fewer than two of them, or two of one number.
-    """
-    if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
-        raise InputError(
-            f"one source was given ({folder}), and it is no folder: give two checkpoints, or a "
-            "folder of step-… folders"
-        )
-    found = [
-        (int(matched[1]), path)
-        for path in Path(folder).iterdir()
-        if (matched := _STEP.fullmatch(path.name if path.is_dir() else path.stem))
-    ]
-    numbers = [number for number, _ in found]
-    if len(found) < 2 or len(set(numbers)) < len(numbers):
-        raise InputError(
-            f"{folder} holds {len(found)} step-… folders or files; expected two at least, each "
-            "with a number of its own, or give two checkpoints"
-        )
-    return sorted(found)
 
 
 # ── two checkpoints, a series ──
@@ -193,15 +179,17 @@ def _pair(
     skipped: list[Skip] = []
     heads: list[Row] = []
     layers: list[Row] = []
+    said: list[str] = []
     with progress("layers", len(_held(one, options).plans), enabled=show) as advance:
         for first, second in _together(one, two, options, skipped):
             found = _heads(first, second, basis)
+            said += _about_positions(first, second, basis)
             heads += found
             layers.append({"layer": first.name, **_summary(found)})
             advance()
     heads.sort(key=lambda row: -row["change"])
     cosines = [row[name] for row in heads for name in ("qk_cosine", "ov_cosine") if name in row]
-    said: list[str] = []
+    said = list(dict.fromkeys(said))
     if not {p.name for p in _held(one, options).plans} & {
         p.name for p in _held(two, options).plans
     }:
@@ -211,13 +199,8 @@ def _pair(
             f"Matched heads have a mean cosine of {np.mean(cosines):.2g} only: models that were "
             "trained apart have bases of their own, so compare them with basis own."
         )
-    if heads and heads[0]["change"] > _ROUNDING:
-        top = heads[0]
-        said.append(
-            f"Most moved: head {top['head']} of {top['layer']}, by {top['change']:.3g} of its size."
-        )
-    elif heads:
-        said.append("Nothing moved, up to rounding.")
+    left = len({skip.name for skip in skipped if not skip.loose})
+    said += _outcome(heads, basis, len(layers), left)
     return Comparison(
         one.where, two.where, tuple(heads), tuple(layers), tuple(skipped), tuple(said)
     )
@@ -251,6 +234,24 @@ def _series(
     rows.sort(key=lambda row: order.index(row["layer"]))
     left = tuple(dict.fromkeys(skipped))
     return Comparison(str(folder), None, tuple(heads), tuple(rows), left)
+
+
+def _outcome(heads: Sequence[Row], basis: Basis, layers: int, left: int) -> list[str]:
+    """A sentence on what moved, or differs, most; `heads` with the largest change first."""
+    if not heads:
+        return []
+    top = heads[0]
+    if top["change"] > _ROUNDING:
+        what = "Most moved" if basis == "shared" else "Differs most in its singular values"
+        size = "of its size" if basis == "shared" else "of their size"
+        return [f"{what}: head {top['head']} of {top['layer']}, by {top['change']:.3g} {size}."]
+    nothing = "Nothing moved" if basis == "shared" else "No singular value differs"
+    if not left:
+        return [f"{nothing}, up to rounding."]
+    return [
+        f"{nothing} in the {layers} layer{'s' if layers > 1 else ''} compared, up to rounding; "
+        f"{left} could not be compared."
+    ]
 
 
 def _held(weights: Weights, options: Mapping[str, Any]) -> Match:
@@ -305,9 +306,34 @@ def _apart(a: AttentionView, b: AttentionView) -> str | None:
     if shapes[0] != shapes[1]:
         one, two = ((v.heads, v.d) for v in (a, b))
         return f"{one[0]} heads on width {one[1]} against {two[0]} on {two[1]}"
+    if _turning(a) != _turning(b):
+        return "positions turn other planes of queries and keys"
     if (a.qk_norm is None) != (b.qk_norm is None):
         return "queries and keys are normed in one of both only"
     return None
+
+
+def _turning(view: AttentionView) -> tuple[int, tuple[int, ...]] | None:
+    """How many planes turn and how wide what does not is; None without rotary positions.
+
+    Where the planes lie among the rows (half-split or interleaved) is the file's business.
+    """
+    if not is_rotary(view):
+        return None
+    blocks = inner_blocks(view)
+    return len(blocks.planes), tuple(map(len, blocks.free))
+
+
+def _about_positions(a: AttentionView, b: AttentionView, basis: Basis) -> Iterator[str]:
+    """What is to be said of rotary positions."""
+    if not (is_rotary(a) and is_rotary(b)):
+        return
+    if basis == "own":
+        yield "Rotary positions: singular values are those of a token with itself."
+    else:
+        yield "Rotary positions: QK forms are compared by averages over all offsets."
+    if a.position != b.position:
+        yield "Both turn at other frequencies: planes are matched in their order all the same."
 
 
 # ── heads of one layer ──
@@ -316,15 +342,19 @@ def _apart(a: AttentionView, b: AttentionView) -> str | None:
 def _heads(a: AttentionView, b: AttentionView, basis: Basis) -> list[Row]:
     """Rows of the heads of a, each with its partner in b."""
     with threads(1), torch.no_grad():
-        qk = effective_qk(a), effective_qk(b)
-        ov = a.ov, b.ov
-        if a.qk_norm is not None:  # sizes are free: compare forms of length one
-            qk = _unit(qk[0]), _unit(qk[1])
         if basis == "own":
-            return _by_spectra(a.name, qk, ov)
-        alike = _cross_cosines(*qk), _cross_cosines(*ov)
+            qk = effective_qk(a), effective_qk(b)
+            if a.qk_norm is not None:  # sizes are free: compare forms of length one
+                qk = _unit(qk[0]), _unit(qk[1])
+            return _by_spectra(a.name, qk, (a.ov, b.ov))
+        forms = _qk_parts(a), _qk_parts(b)
+        maps = [(a.ov, b.ov)]
+        if a.qk_norm is not None:
+            forms = _of_length_one(forms[0], a.heads), _of_length_one(forms[1], b.heads)
+        pairs = list(zip(*forms, strict=True))
+        alike = _cross_cosines(pairs, a.heads), _cross_cosines(maps, a.heads)
         partner = _assigned(alike[0] + alike[1])
-        change = _change(*qk, partner), _change(*ov, partner)
+        change = _change(pairs, partner), _change(maps, partner)
     at = np.arange(a.heads), partner
     return [
         {**row, "qk_cosine": float(c), "ov_cosine": float(m)}
@@ -334,33 +364,62 @@ def _heads(a: AttentionView, b: AttentionView, basis: Basis) -> list[Row]:
     ]
 
 
+def _qk_parts(view: AttentionView) -> tuple[LowRankStack, ...]:
+    """What B is made of: itself, or under rotary positions the parts that turn alike."""
+    return rotary_parts(view) if is_rotary(view) else (effective_qk(view),)
+
+
 def _unit(stack: LowRankStack) -> LowRankStack:
     norms = stack.frobenius_norms()
     return stack.scale(1 / torch.where(norms > 0, norms, 1.0))
 
 
-def _cross_cosines(a: LowRankStack, b: LowRankStack) -> NDArray[np.float64]:
-    """Cosines [h, h] of the slices of a and of b."""
-    rows = [_padded(a, b.inner), _padded(b, a.inner)]
-    both = LowRankStack(
-        torch.cat([left for left, _ in rows]), torch.cat([right for _, right in rows])
-    )
-    cosines: NDArray[np.float64] = both.cosines()[: len(a), len(a) :].numpy()
+def _of_length_one(parts: tuple[LowRankStack, ...], heads: int) -> tuple[LowRankStack, ...]:
+    sizes = _sizes(parts, heads)
+    factor = 1 / torch.where(sizes > 0, sizes, 1.0)
+    return tuple(part.scale(factor.repeat_interleave(len(part) // heads)) for part in parts)
+
+
+def _sizes(parts: Sequence[LowRankStack], heads: int) -> Tensor:
+    """Norms [h] of heads whose squares are sums over parts, and slices of one head in a row."""
+    squares = [p.frobenius_norms().square().reshape(heads, -1).sum(1) for p in parts]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _cross_cosines(
+    pairs: Sequence[tuple[LowRankStack, LowRankStack]], heads: int
+) -> NDArray[np.float64]:
+    """Cosines [h, h] of the heads of both sides."""
+    total = torch.zeros(heads, heads, dtype=torch.float64)
+    for a, b in pairs:
+        left, right = (
+            [x.reshape(heads, -1, *x.shape[1:]) for x in stack.expanded(torch.float64)]
+            for stack in (a, b)
+        )
+        for i in range(heads):
+            products = [mine[i][None] @ theirs.mT for mine, theirs in zip(left, right, strict=True)]
+            total[i] += (products[0] * products[1]).sum((1, 2, 3)).cpu()
+    sizes = [_sizes([pair[side] for pair in pairs], heads).cpu() for side in (0, 1)]
+    lengths = sizes[0][:, None] * sizes[1][None, :]
+    cosines: NDArray[np.float64] = (total / torch.where(lengths > 0, lengths, 1.0)).numpy()
     return cosines
 
 
-def _padded(stack: LowRankStack, other: int) -> tuple[Tensor, Tensor]:
-    left, right = stack.expanded(torch.float64)
-    more = (0, 0, 0, max(other - stack.inner, 0))
-    return torch.nn.functional.pad(left, more), torch.nn.functional.pad(right, more)
-
-
-def _change(a: LowRankStack, b: LowRankStack, partner: NDArray[np.intp]) -> NDArray[np.float64]:
+def _change(
+    pairs: Sequence[tuple[LowRankStack, LowRankStack]], partner: NDArray[np.intp]
+) -> NDArray[np.float64]:
     """‖A_i - A'_π(i)‖/‖A_i‖ [h], from the factors of the difference: no digits cancel."""
-    left, right = a.expanded(torch.float64)
-    other_left, other_right = b[partner.tolist()].expanded(torch.float64)
-    difference = LowRankStack(torch.cat((left, other_left), 1), torch.cat((right, -other_right), 1))
-    return _relative(difference.frobenius_norms().numpy(), a.frobenius_norms().numpy())
+    heads, differences = len(partner), []
+    for a, b in pairs:
+        count = len(a) // heads
+        chosen = (partner[:, None] * count + np.arange(count)).reshape(-1).tolist()
+        left, right = a.expanded(torch.float64)
+        other_left, other_right = b[chosen].expanded(torch.float64)
+        differences.append(
+            LowRankStack(torch.cat((left, other_left), 1), torch.cat((right, -other_right), 1))
+        )
+    size = _sizes([a for a, _ in pairs], heads)
+    return _relative(_sizes(differences, heads).cpu().numpy(), size.cpu().numpy())
 
 
 def _by_spectra(
@@ -419,7 +478,8 @@ def _summary(rows: Sequence[Row]) -> Row:
 
 def _effective_heads(view: AttentionView) -> Row:
     with threads(1), torch.no_grad():
+        form = rotary_gram(view) if is_rotary(view) else effective_qk(view).head_gram()
         return {
-            f"{name}_effective_heads": float(participation_ratio(normalised(stack.head_gram())))
-            for name, stack in (("qk", effective_qk(view)), ("ov", view.ov))
+            f"{name}_effective_heads": float(participation_ratio(normalised(gram)))
+            for name, gram in (("qk", form), ("ov", view.ov.head_gram()))
         }

@@ -27,9 +27,18 @@ _CURVES = {
 
 
 def write_comparison(
-    run: Run, heads: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]]
+    run: Run,
+    heads: Sequence[Mapping[str, Any]],
+    layers: Sequence[Mapping[str, Any]],
+    *,
+    trained_apart: bool = False,
 ) -> None:
-    """Readings of every head, the table of those that moved most, and a table of layers."""
+    """Readings of every head, the table of those that moved most, and a table of layers.
+
+    With `trained_apart` heads are said to differ, since none of them became the other.
+    """
+    verb = "differs" if trained_apart else "moved"
+    of = " of singular values" if trained_apart else ""
     for row in heads:
         where = {"layer": row["layer"], "head": row["head"]}
         run.add_readings(
@@ -37,8 +46,8 @@ def write_comparison(
         )
     figures = []
     for name, rows, says in (
-        ("heads", heads[:_MOST], "Heads of the first checkpoint, what moved most first. Changes "
-         "are relative distances; `matched` is the partner's number in the second one."),
+        ("heads", heads[:_MOST], f"Heads of the first checkpoint, what {verb} most first. Changes "
+         f"are relative distances{of}; `matched` is the partner's number in the second one."),
         ("layers", layers, "Means over heads, the largest change, and how many heads were found "
          "under another number."),
     ):  # fmt: skip
@@ -54,7 +63,7 @@ def write_comparison(
             Figure(
                 name,
                 "table",
-                "What moved most" if name == "heads" else "Layers",
+                f"What {verb} most" if name == "heads" else "Layers",
                 says,
                 {"values": name},
                 axes={"rows": "head" if name == "heads" else "layer"},

@@ -11,7 +11,7 @@ with Tucker keeps 8 directions over heads and 32 on either side; T has 32 along 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from levelhead.base.arguments import is_whole
 from levelhead.base.errors import InputError, LevelheadWarning
+from levelhead.base.progress import progress
 from levelhead.invariants.raw import has_raw_tensor
-from levelhead.tensors.cp import cp
+from levelhead.tensors.cp import CPTensor, cp, largest_useful_rank
 from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.tensors.tucker import TuckerTensor, tucker, tucker_of_stack
 from levelhead.weights.attention_view import AttentionView
@@ -35,10 +36,16 @@ _BASIS = "basis dependent"
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """`rows` of the table, and for CP the shares [R, 3] of q, k and v in the largest fit of T."""
+    """`rows` of the table, and for CP the shares [R, 3] of q, k and v in the largest fit of T.
+
+    `degenerate`: whether that fit is, so that its components grow and cancel. `said`: sentences on
+    what was fitted in place of what was asked for.
+    """
 
     rows: tuple[dict[str, object], ...]
     shares: NDArray[np.float64] | None = None
+    degenerate: bool = False
+    said: tuple[str, ...] = ()
 
 
 def checked_ranks(method: str | None, ranks: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -59,36 +66,74 @@ def checked_ranks(method: str | None, ranks: int | Sequence[int] | None) -> tupl
     return given
 
 
-def decomposed(layer: AttentionView, method: Method, ranks: tuple[int, ...] | None) -> Fits:
-    """Fits of a folded layer's 𝓑, 𝓜 and T (where it exists), each error that of the residual."""
-    rows: list[dict[str, object]] = []
-    shares = None
+def decomposed(
+    layer: AttentionView,
+    method: Method,
+    ranks: tuple[int, ...] | None,
+    show_progress: bool | None = False,
+) -> Fits:
+    """Fits of a folded layer's 𝓑, 𝓜 and T (where it exists), each error that of the residual.
+
+    Raises InputError for a CP rank with which every tensor of these sizes is exact.
+    """
     tensors: dict[str, Tensor | LowRankStack] = {"qk": layer.qk, "ov": layer.ov}
     if (reason := has_raw_tensor(layer)) is None:
         tensors["raw"] = layer.head_tensor()
-    for name, tensor in tensors.items():
-        about = {"layer": layer.name, "tensor": name, "method": method}
-        kind = _BASIS if name == "raw" else "of the forms"
-        if method == "tucker":
-            fit = _tucker(tensor, ranks or (layer.heads, layer.d_k, layer.d_k))
-            size = "×".join(str(n) for n in fit.core.shape)
-            rows.append(
-                {**about, "rank": size, **_told(fit.relative_error, fit.sweeps), "is": kind}
-            )
-            continue
-        for rank in sorted(ranks or (layer.heads,)):
-            with warnings.catch_warnings():  # told in the table, for each fit
-                warnings.simplefilter("ignore", LevelheadWarning)
-                found = cp(tensor, rank)
-            state = f"degenerate; {kind}" if found.degenerate else kind
-            told = _told(found.relative_error, found.sweeps)
-            rows.append({**about, "rank": str(rank), **told, "is": state})
-            if name == "raw":
-                shares = found.shares().mT.cpu().numpy()
+    wanted = sorted(set(ranks or (layer.heads,)))
+    if method == "cp":
+        _check_ranks(layer.name, tensors, wanted)
+    rows: list[dict[str, object]] = []
+    said: list[str] = []
+    largest: CPTensor | None = None
+    count = len(tensors) * (len(wanted) if method == "cp" else 1)
+    with progress(f"fits of {layer.name}", count, enabled=show_progress) as advance:
+        for name, tensor in tensors.items():
+            about = {"layer": layer.name, "tensor": name, "method": method}
+            kind = _BASIS if name == "raw" else "of the forms"
+            if method == "tucker":
+                fit = _tucker(tensor, ranks or (layer.heads, layer.d_k, layer.d_k))
+                size = "×".join(str(n) for n in fit.core.shape)
+                told = _told(fit.relative_error, fit.sweeps)
+                rows.append({**about, "rank": size, **told, "is": kind})
+                if ranks is not None and any(
+                    r > n for r, n in zip(ranks, tensor.shape, strict=False)
+                ):
+                    said.append(f"Tucker ranks above the sizes of {name} were cut to {size}.")
+                advance()
+                continue
+            for rank in wanted:
+                found = _cp(tensor, rank)
+                state = f"degenerate; {kind}" if found.degenerate else kind
+                told = _told(found.relative_error, found.sweeps)
+                rows.append({**about, "rank": str(rank), **told, "is": state})
+                largest = found if name == "raw" else largest
+                advance()
     if reason is not None:
         about = {"layer": layer.name, "tensor": "raw", "method": method, "rank": "none"}
         rows.append({**about, **_told(float("nan"), 0), "is": reason})
-    return Fits(tuple(rows), shares)
+    if largest is None:
+        return Fits(tuple(rows), said=tuple(said))
+    shares = largest.shares().mT.cpu().numpy()
+    return Fits(tuple(rows), shares, largest.degenerate, tuple(said))
+
+
+def _check_ranks(
+    layer: str, tensors: Mapping[str, Tensor | LowRankStack], ranks: Sequence[int]
+) -> None:
+    shape = min((tuple(t.shape) for t in tensors.values()), key=largest_useful_rank)
+    most = largest_useful_rank(shape)
+    if max(ranks) > most:
+        sizes = " × ".join(map(str, shape))
+        raise InputError(
+            f"CP rank {max(ranks)} was given for {layer}: {most} components fit every tensor of "
+            f"{sizes} exactly; give a smaller one, of the order of its heads"
+        )
+
+
+def _cp(tensor: Tensor | LowRankStack, rank: int) -> CPTensor:
+    with warnings.catch_warnings():  # told in the table, for each fit
+        warnings.simplefilter("ignore", LevelheadWarning)
+        return cp(tensor, rank)
 
 
 def _tucker(tensor: Tensor | LowRankStack, ranks: tuple[int, ...]) -> TuckerTensor:

@@ -6,19 +6,21 @@ Arrays of layer n are called `layer-n.…`. Heads run down and across a heat map
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from levelhead.base.errors import InputError
 from levelhead.base.records import Figure, Reading, Run
 from levelhead.inspection.decompositions import Fits
-from levelhead.inspection.measures import COLUMNS, LayerNumbers
+from levelhead.inspection.measures import COLUMNS, ON_DATA, LayerNumbers
 from levelhead.invariants.catalogue import catalogue
 from levelhead.weights.attention_view import AttentionView
 
-__all__ = ["LayerFigures", "drawn_layers", "mode_spectra", "readings", "summary"]
+__all__ = ["MOST_LAYERS", "LayerFigures", "drawn_layers", "mode_spectra", "readings"]
 
 # A page with more layers than this shows some of them, evenly spaced.
 MOST_LAYERS = 12
@@ -33,35 +35,49 @@ _AXES = {"head": "head", "inner": "d_k", "model": "d_model", "qkv": "Q/K/V"}
 Arrays = dict[str, NDArray[np.float64]]
 
 
-def drawn_layers(count: int) -> tuple[int, ...]:
-    """Which of `count` layers get figures of their own: all, or evenly spaced ones.
+def drawn_layers(count: int, most: int | Literal["all"] = MOST_LAYERS) -> tuple[int, ...]:
+    """Which of `count` layers get figures of their own: all, or `most` evenly spaced ones.
+
+    Raises InputError unless `most` is "all" or a whole number that is not negative.
 
     >>> drawn_layers(3), len(drawn_layers(80)), drawn_layers(80)[-1]
     ((0, 1, 2), 12, 79)
+    >>> len(drawn_layers(80, "all")), drawn_layers(80, 2), drawn_layers(80, 0)
+    (80, (0, 79), ())
     """
-    if count <= MOST_LAYERS:
+    if most != "all" and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise InputError(f"figures={most!r} was given; expected 'all' or a number of layers")
+    if most == "all" or count <= most:
         return tuple(range(count))
-    return tuple(sorted({round(i) for i in np.linspace(0, count - 1, MOST_LAYERS).tolist()}))
+    return tuple(sorted({round(i) for i in np.linspace(0, count - 1, most).tolist()}))
 
 
 def readings(layer: LayerNumbers) -> list[Reading]:
     """All numbers of a layer and of its heads, with units and sources."""
     entries = catalogue()
     found = []
+    columns = {**COLUMNS, **ON_DATA}
     for name, value in layer.numbers.items():
-        _, what, entry = COLUMNS[name]
-        if layer.normed and entry == "largest_logit_gain":
-            entry = "largest_logit"
-        source = f"{what}: {entries[entry].formula}"
         where = {"layer": layer.name}
+        if name not in columns:
+            found.append(Reading(name, value, _unit(name), where))
+            continue
+        _, what, entry = columns[name]
+        source = f"{what}: {entries[entry].formula}"
         found.append(Reading(name, value, entries[entry].unit, where, source=source))
-    units = {reading.name: reading.unit for reading in found} | {"ov_spectral_norm": "y per x"}
     for name, values in layer.per_head.items():
         found += [
-            Reading(f"head_{name}", value, units.get(name, ""), {"layer": layer.name, "head": i})
+            Reading(f"head_{name}", value, _unit(name), {"layer": layer.name, "head": i})
             for i, value in enumerate(values.tolist())
         ]
     return found
+
+
+def _unit(name: str) -> str:
+    """The unit of a column: of the entry of that name, of which it may be one place."""
+    entries = catalogue()
+    entry = entries.get(name) or entries.get(name.rstrip("0123456789").rstrip("_"))
+    return "" if entry is None else entry.unit
 
 
 # ── one layer ──
@@ -93,13 +109,17 @@ def mode_spectra(layer: AttentionView) -> tuple[dict[str, NDArray[np.float64]], 
 
 @dataclass(frozen=True, eq=False)
 class LayerFigures:
-    """Arrays and Figures of layer number `number`; `fits` and `modes` where they were asked for."""
+    """Arrays and Figures of layer number `number`; `fits` and `modes` where they were asked for.
+
+    On a page they lie in a fold of the layer's name, which is `open` from the start or not.
+    """
 
     number: int
     layer: LayerNumbers
     modes: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     missing: str | None = None
     fits: Fits | None = None
+    open: bool = False
 
     def store(self, run: Run) -> list[Figure]:
         """Put the arrays into the run, and return the Figures that show them."""
@@ -109,7 +129,8 @@ class LayerFigures:
             arrays |= more
             figures += drawn
         run.add_arrays(arrays)
-        return figures
+        axes = {"fold": self.layer.name, **({"open": "yes"} if self.open else {})}
+        return [replace(figure, axes={**figure.axes, **axes}) for figure in figures]
 
     def _name(self, part: str) -> str:
         return f"layer-{self.number}.{part}"
@@ -206,12 +227,15 @@ class LayerFigures:
         if self.fits is None or self.fits.shares is None:
             return {}, []
         shares = self.fits.shares
+        cancel = " This fit is degenerate: components grow and cancel, so that single ones mean "
+        cancel = f"{cancel}little; use fewer." if self.fits.degenerate else ""
         figure = Figure(
             self._name("cp_shares"),
             "heatmap",
-            f"{self.layer.name}: what CP components are made of",
+            f"{self.layer.name}: what CP components are made of"
+            + (" (degenerate fit)" if self.fits.degenerate else ""),
             "Share of each component's energy in Q, K and V, largest component first. Of the raw "
-            "head tensor, and basis dependent like it.",
+            f"head tensor, and basis dependent like it.{cancel}",
             {"values": self._name("cp_share")},
             axes={"columns": "weights", "rows": "component"},
             units={"values": "share"},
@@ -227,74 +251,3 @@ def _above_rounding(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """`values` without those that are zero up to rounding, which a logarithmic scale would show."""
     kept = values > _ROUNDING * np.nanmax(values, initial=0.0)
     return np.where(kept, values, np.nan)
-
-
-# ── all layers ──
-
-
-def summary(
-    run: Run, layers: Sequence[LayerNumbers], fits: Sequence[Mapping[str, object]] = ()
-) -> list[Figure]:
-    """The table of all layers, their effective heads and ranks, and the errors of all fits."""
-    names = [*COLUMNS, "near_duplicates", "dead_heads"]
-    rows = [layer.row() for layer in layers]
-    table = np.array([[float(str(row[name])) for name in names] for row in rows])
-    x = np.arange(len(layers), dtype=float)
-    run.add_arrays({"summary.table": table, "summary.layer": x, **_curves(layers)})
-    places = [layer.name for layer in layers]
-    figures = [
-        Figure(
-            "summary",
-            "table",
-            "Layers",
-            "One row for each layer. Ranks are means over its heads, the logit gain is the "
-            "largest of them; effective heads go from 1 (copies) to the number of heads.",
-            {"values": "summary.table"},
-            axes={"rows": "layer"},
-            units={name: unit for name, (unit, *_) in COLUMNS.items() if unit != "1"},
-            labels={"rows": places, "columns": names},
-        )
-    ]
-    if len(layers) > 1:
-        for part, title, says in (
-            ("heads", "Effective heads", "Close to the number of heads: all of them differ."),
-            ("ranks", "Effective ranks", "Means over heads; at most the width of a head."),
-        ):
-            figures.append(
-                Figure(
-                    f"summary_{part}",
-                    "lines",
-                    f"{title} from layer to layer",
-                    says,
-                    {"x": "summary.layer", "y": f"summary.{part}"},
-                    axes={"x": "layer", "y": title.lower()},
-                    labels={"series": ["QK", "OV", "heads" if part == "heads" else "d_k"]},
-                )
-            )
-    if fits:
-        run.add_arrays(
-            {"summary.fits": np.array([[float(str(f["relative_error"]))] for f in fits])}
-        )
-        names = [f"{f['layer']}: {f['tensor']}, rank {f['rank']} ({f['is']})" for f in fits]
-        figures.append(
-            Figure(
-                "summary_fits",
-                "table",
-                f"Errors of {fits[0]['method']} fits",
-                "‖x - fit‖/‖x‖ from the residual. Fits of the forms are the layer's own; those of "
-                "the raw head tensor depend on the basis.",
-                {"values": "summary.fits"},
-                axes={"rows": "tensor"},
-                labels={"rows": names, "columns": ["relative error"]},
-            )
-        )
-    return figures
-
-
-def _curves(layers: Sequence[LayerNumbers]) -> Arrays:
-    heads = [[n.numbers[f"{w}_effective_heads"] for n in layers] for w in ("qk", "ov")]
-    ranks = [[n.numbers[f"{w}_effective_rank"] for n in layers] for w in ("qk", "ov")]
-    return {
-        "summary.heads": np.array([*heads, [float(n.heads) for n in layers]]),
-        "summary.ranks": np.array([*ranks, [float(n.d_k) for n in layers]]),
-    }

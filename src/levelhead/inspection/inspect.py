@@ -10,24 +10,36 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from levelhead.base.console import table_text
 from levelhead.base.errors import InputError
+from levelhead.base.numerics import threads
 from levelhead.base.progress import progress
 from levelhead.base.records import Figure, Run
+from levelhead.inspection.chosen import checked_numbers, with_numbers
 from levelhead.inspection.decompositions import Method, checked_ranks, decomposed
 from levelhead.inspection.figures import (
+    MOST_LAYERS,
     LayerFigures,
     drawn_layers,
     mode_spectra,
     readings,
-    summary,
 )
-from levelhead.inspection.measures import LayerNumbers, folded_layer, measure, too_large
+from levelhead.inspection.folders import refuse_used
+from levelhead.inspection.measures import (
+    COLUMNS,
+    LayerNumbers,
+    folded_layer,
+    measure,
+    one_thread,
+    too_large,
+)
 from levelhead.inspection.rows import frame
+from levelhead.inspection.summary import summary
+from levelhead.inspection.tables import compact, legend, narrow_text
+from levelhead.invariants.entry import Invariant
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.checkpoints import open_weights
 from levelhead.weights.layouts import Layout, Match, Skip, match, views
@@ -38,22 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Covariance", "Inspection", "inspect"]
 
 Covariance = str | os.PathLike[str] | Mapping[str, Tensor] | Tensor
-_SHORT = {
-    "layer": "layer",
-    "heads": "heads",
-    "groups": "groups",
-    "d_k": "d_k",
-    "qk_effective_rank": "QK rank",
-    "ov_effective_rank": "OV rank",
-    "largest_logit_gain": "logit gain",
-    "qk_coherence": "QK coh.",
-    "ov_coherence": "OV coh.",
-    "qk_effective_heads": "QK eff. heads",
-    "ov_effective_heads": "OV eff. heads",
-    "near_duplicates": "near-dup.",
-    "dead_heads": "dead",
-    "notes": "notes",
-}
+_COLUMNS = ("layer", "heads", "groups", "d_k", *COLUMNS, "near_duplicates", "dead_heads", "notes")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,6 +63,7 @@ class Inspection:
         fits: rows of the decompositions.
         skipped: what looks like attention but was left out, with the reason.
         run: the run folder, if one was written.
+        said: sentences on what was done in place of what was asked for.
     """
 
     where: str
@@ -75,29 +73,49 @@ class Inspection:
     fits: tuple[dict[str, Any], ...] = ()
     skipped: tuple[Skip, ...] = ()
     run: Run | None = None
+    said: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """One mapping for each layer, as the rows of `to_frame`."""
         return [layer.row() for layer in self.layers]
 
+    def head_rows(self) -> list[dict[str, Any]]:
+        """One mapping for each layer and head, as the rows of `heads_frame`."""
+        return [row for layer in self.layers for row in layer.head_rows()]
+
     def table(self) -> str:
-        """The rows as text for a terminal, with short headings; empty without layers."""
-        rows = [{_SHORT[name]: value for name, value in row.items()} for row in self.rows()]
-        return table_text(rows) if rows else ""
+        """The rows as text for a terminal, without what all layers share; empty without layers."""
+        rows = compact(self.rows()).rows
+        return narrow_text(rows) if rows else ""
+
+    def heads_table(self) -> str:
+        """The rows of all heads as text for a terminal; empty without layers."""
+        rows = compact(self.head_rows()).rows
+        return narrow_text(rows) if rows else ""
+
+    def legend(self, per_head: bool = False) -> list[str]:
+        """Sentences below the table: what all layers share, and what its columns mean."""
+        shown = compact(self.rows())
+        headings = dict.fromkeys(name for row in shown.rows[:1] for name in row)
+        if per_head:
+            headings |= dict.fromkeys(n for row in compact(self.head_rows()).rows[:1] for n in row)
+        return [*shown.said, *([told] if (told := legend(headings)) else [])]
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each layer.
 
         Columns: layer, heads, groups, d_k; qk_effective_rank and ov_effective_rank (means over
-        heads); largest_logit_gain (logit per x²; under a norm of queries and keys the largest
-        logit); qk_coherence, ov_coherence (0 … 1); qk_effective_heads, ov_effective_heads
-        (1 … h); near_duplicates (pairs), dead_heads; notes.
+        heads); largest_logit_gain (logit per x²) or, under a norm of queries and keys,
+        largest_logit, and nan in the other one; qk_coherence, ov_coherence (0 … 1);
+        qk_effective_heads, ov_effective_heads (1 … h); with a covariance
+        whitened_qk_effective_rank, logit_rms (the largest) and entropy_bound_typical (the
+        smallest of the heads); near_duplicates (pairs), dead_heads; notes.
         """
-        return frame(self.rows(), list(_SHORT))
+        return frame(self.rows(), list(_COLUMNS))
 
     def heads_frame(self) -> pd.DataFrame:
         """One row for each layer and head: ranks, gains, the most similar head, dead or not."""
-        return frame([row for layer in self.layers for row in layer.head_rows()], ["layer", "head"])
+        return frame(self.head_rows(), ["layer", "head"])
 
     def fits_frame(self) -> pd.DataFrame:
         """One row for each decomposition: layer, tensor, rank, relative error, sweeps."""
@@ -107,7 +125,7 @@ class Inspection:
         """Sentences: what was read how, and what was left out and why."""
         heads = f"{len(self.layers)} attention layer{'s' if len(self.layers) != 1 else ''}"
         said = [f"{self.where} ({self.format}): {heads}, read as {', '.join(self.families)}."]
-        return [*said, *(f"Left out: {skip}." for skip in self.skipped)]
+        return [*said, *self.said, *(f"Left out: {skip}." for skip in self.skipped)]
 
     def __repr__(self) -> str:
         left = f", {len(self.skipped)} skipped" if self.skipped else ""
@@ -128,6 +146,8 @@ def inspect(
     layout: Layout | None = None,
     covariance: Covariance | None = None,
     out: str | os.PathLike[str] | None = None,
+    figures: int | Literal["all"] = MOST_LAYERS,
+    numbers: Sequence[str] = (),
     show_progress: bool | None = None,
     **arguments: Any,
 ) -> Inspection:
@@ -142,8 +162,11 @@ def inspect(
             and (h, d_k, d_k).
         layout: a family of the table of layouts, a TOML file or keywords; None: recognised.
         covariance: E[x xᵀ] [d, d] of what the projections of a layer read, by the layer's name (a
-            mapping or a file of tensors), or one for all layers; adds columns to `heads_frame`.
-        out: folder of a run: Readings, arrays, and figures that `levelhead.report` draws.
+            mapping or a file of tensors), or one for all layers; adds columns to both frames.
+        out: a new or empty folder for Readings, arrays, and figures that `levelhead.report` draws.
+        figures: how many layers get figures of their own, evenly spaced, or "all" of them.
+        numbers: names of the catalogue (`levelhead invariants` lists them) for more columns: in
+            `heads_frame` what heads have, in `to_frame` what layers have.
         show_progress: a bar on stderr; None: only on a terminal.
         arguments: settings that stand before the config's: heads, kv_heads, head_dim, theta, ….
 
@@ -156,13 +179,19 @@ def inspect(
     (Inspection('a TransformerEncoderLayer': 1 layers), [[2, 4, 0]])
     """
     wanted = checked_ranks(decompose, ranks)
+    drawn_layers(0, figures)  # a wrong argument is told before anything is read
+    chosen = checked_numbers(numbers, covariance is not None)
+    refuse_used(out)
     weights = open_weights(source)
     held = match(weights, layout=layout, **arguments)
     many = len(held.plans) if layers is None else len(layers)
-    work = _Work(held, _covariances(covariance), decompose, wanted, out, drawn_layers(many), [])
+    drawn = drawn_layers(many, figures)
+    given = _covariances(covariance)
+    work = _Work(held, given, decompose, wanted, out, drawn, chosen, show_progress, [])
     with progress("layers", many, enabled=show_progress) as advance:
         for view in views(weights, layers, layout, skipped=work.skipped, **arguments):
-            work.add(view)
+            with threads(one_thread(view)):
+                work.add(view)
             advance()
     return work.finished()
 
@@ -177,9 +206,12 @@ class _Work:
     ranks: tuple[int, ...] | None
     out: str | os.PathLike[str] | None
     drawn: tuple[int, ...]
+    chosen: tuple[Invariant, ...]
+    show_progress: bool | None
     skipped: list[Skip]
     found: list[LayerNumbers] = field(default_factory=list)
     fits: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     run: Run | None = None
 
@@ -190,20 +222,23 @@ class _Work:
             return
         given = _covariance_of(self.covariances, view.name)
         numbers = measure(view, given, folding=(layer, notes))
+        numbers = with_numbers(numbers, self.chosen, view, layer, given)
         number = len(self.found)
         self.found.append(numbers)
         if self.decompose is None and self.out is None:
             return
         fits = None
         if self.decompose is not None:
-            fits = decomposed(layer, self.decompose, self.ranks)
+            fits = decomposed(layer, self.decompose, self.ranks, self.show_progress)
             self.fits += fits.rows
+            self.said += [told for told in fits.said if told not in self.said]
         if self.out is not None:
             draw = number in self.drawn
             modes, missing = mode_spectra(layer) if draw else ({}, None)
             run = self._opened()
             run.add_readings(readings(numbers))
-            figures = LayerFigures(number, numbers, modes, missing, fits).store(run)
+            first = draw and not self.figures
+            figures = LayerFigures(number, numbers, modes, missing, fits, first).store(run)
             self.figures += figures if draw else []
 
     def _opened(self) -> Run:
@@ -234,12 +269,14 @@ class _Work:
             tuple(self.fits),
             tuple(self.skipped),
             run,
+            tuple(self.said),
         )
         if run is not None:
             run.add_figures([*summary(run, self.found, self.fits), *self.figures])
             hidden = len(self.found) - len(self.drawn)
             some = [f"{hidden} layers are in the table and the files, and not drawn."]
-            run.add_notes([*out.notes(), *(some if hidden > 0 else [])])
+            shared = compact(out.rows()).said
+            run.add_notes([*out.notes(), *shared, *(some if hidden > 0 else [])])
         return out
 
 

@@ -14,7 +14,7 @@ What a layer's group moves all the same is kept, and named in `basis_dependent`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,17 @@ from levelhead.weights.folding import folded
 from levelhead.weights.structure import Disentangled, Rope
 from levelhead.weights.symmetry_group import symmetry_group
 
-__all__ = ["COLUMNS", "DEAD", "DUPLICATE", "LayerNumbers", "folded_layer", "measure", "too_large"]
+__all__ = [
+    "COLUMNS",
+    "DEAD",
+    "DUPLICATE",
+    "ON_DATA",
+    "LayerNumbers",
+    "folded_layer",
+    "measure",
+    "one_thread",
+    "too_large",
+]
 
 # Two heads are near-duplicates if the cosines of both their forms and their maps reach this.
 DUPLICATE = 0.9
@@ -43,6 +53,8 @@ DEAD = 1e-3
 # Layers wider than this keep all threads busy; narrower ones are faster on one.
 _WIDE = 1024
 _HUGE = 1e70
+# So many heads or pairs are named in a note.
+_NAMED = 8
 
 Floats = NDArray[np.float64]
 
@@ -51,10 +63,17 @@ COLUMNS: Mapping[str, tuple[str, str, str]] = {
     "qk_effective_rank": ("1", "mean over heads", "qk_effective_rank"),
     "ov_effective_rank": ("1", "mean over heads", "ov_effective_rank"),
     "largest_logit_gain": ("logit per x²", "largest of the heads", "largest_logit_gain"),
+    "largest_logit": ("logit", "largest of the heads, under QK-norm", "largest_logit"),
     "qk_coherence": ("1", "mean squared cosine of B_i and B_j, i ≠ j", "qk_coherence"),
     "ov_coherence": ("1", "mean squared cosine of M_i and M_j, i ≠ j", "ov_coherence"),
     "qk_effective_heads": ("1", "h²/Σ C², C = cosines of B", "qk_effective_heads"),
     "ov_effective_heads": ("1", "h²/Σ C², C = cosines of M", "ov_effective_heads"),
+}
+# What a covariance adds to them.
+ON_DATA: Mapping[str, tuple[str, str, str]] = {
+    "whitened_qk_effective_rank": ("1", "mean over heads", "whitened_qk_effective_rank"),
+    "logit_rms": ("logit", "largest of the heads", "logit_rms"),
+    "entropy_bound_typical": ("nat", "smallest of the heads", "entropy_bound_typical"),
 }
 _NORMED = "qk_normalised_spectrum"
 
@@ -66,14 +85,15 @@ class LayerNumbers:
     Args:
         name, family: the layer and the plan that read it.
         heads, groups, d_k, d_v, d: its sizes.
-        numbers: as in `COLUMNS`.
+        numbers: those of `COLUMNS` and `ON_DATA` that the layer has.
         per_head: name → [h]; nan where the number does not exist.
         qk_cosines, ov_cosines: [h, h] of B and M.
         qk_spectrum, ov_spectrum: [h, k], falling; of a normed layer σ/σ_1.
         near_duplicates: pairs of heads; dead: heads.
         basis_dependent: number → the generators of the layer's group that move it.
-        normed: whether queries and keys are; then `largest_logit_gain` is the largest logit.
-        notes: what was done to the layer, and what to know of it.
+        normed: whether queries and keys are; then there is `largest_logit` in place of a gain.
+        notes: what was done to the layer, what to know of it, and which heads are copies, dead
+            or have a form that is zero.
     """
 
     name: str
@@ -106,6 +126,7 @@ class LayerNumbers:
             "heads": self.heads,
             "groups": self.groups,
             "d_k": self.d_k,
+            **dict.fromkeys(COLUMNS, math.nan),
             **self.numbers,
             "near_duplicates": len(self.near_duplicates),
             "dead_heads": len(self.dead),
@@ -147,6 +168,11 @@ def folded_layer(view: AttentionView) -> tuple[AttentionView, tuple[str, ...]]:
     return out, ("RMSNorm folded",) if norm.gain is not None else ()
 
 
+def one_thread(view: AttentionView) -> int | None:
+    """1 for layers on which several threads are slower than one, else None: as many as are set."""
+    return 1 if view.d <= _WIDE else None
+
+
 def too_large(layer: AttentionView) -> bool:
     """Whether products of four of the layer's weights would overflow float64."""
     tensors = (layer.q, layer.k, layer.v, layer.o)
@@ -171,7 +197,7 @@ def measure(
     >>> numbers["qk_effective_rank"], numbers["qk_effective_heads"], numbers["largest_logit_gain"]
     (2.0, 2.0, 0.7071067811865475)
     """
-    with threads(1 if view.d <= _WIDE else None), torch.no_grad():
+    with threads(one_thread(view)), torch.no_grad():
         layer, notes = folding or folded_layer(view)
         qk, ov = effective_qk(layer), layer.ov
         sigma, rho = qk.singular_values(), ov.singular_values()
@@ -179,24 +205,30 @@ def measure(
         cosines = normalised(grams[0]), normalised(grams[1])
         # `largest_logit_gain` from the spectrum at hand; a norm bounds logits by itself.
         logits = layer.logit_scale * sigma[:, 0] if layer.qk_norm is None else largest_logit(layer)
+        reach = "largest_logit_gain" if layer.qk_norm is None else "largest_logit"
+        on_data = _on_data(view, covariance)
         per_head = {
             "group": np.array(layer.kv_group),
             "qk_effective_rank": _array(_effective_ranks(sigma)),
             "ov_effective_rank": _array(_effective_ranks(rho)),
-            "largest_logit_gain": _array(logits),
+            reach: _array(logits),
             "ov_spectral_norm": _array(rho[:, 0]),
             **_nearest(cosines[0], cosines[1]),
-            **_on_data(view, covariance),
+            **on_data,
         }
         dead = _dead(layer, sigma, rho)
+        duplicates = _duplicates(layer, *cosines)
+        # A head whose form is zero has no rank and no direction: means are over the others.
+        living = sigma[:, 0] > 0, rho[:, 0] > 0
         numbers = {
-            "qk_effective_rank": float(per_head["qk_effective_rank"].mean()),
-            "ov_effective_rank": float(per_head["ov_effective_rank"].mean()),
-            "largest_logit_gain": float(logits.max()),
-            "qk_coherence": float(coherence(grams[0])),
-            "ov_coherence": float(coherence(grams[1])),
+            "qk_effective_rank": _mean_of(per_head["qk_effective_rank"], living[0]),
+            "ov_effective_rank": _mean_of(per_head["ov_effective_rank"], living[1]),
+            reach: float(logits.max()),
+            "qk_coherence": float(coherence(_among(grams[0], living[0]))),
+            "ov_coherence": float(coherence(_among(grams[1], living[1]))),
             "qk_effective_heads": float(participation_ratio(cosines[0])),
             "ov_effective_heads": float(participation_ratio(cosines[1])),
+            **_summed_up(on_data),
         }
         if layer.qk_norm is not None:
             sigma = sigma / torch.where(sigma[:, :1] > 0, sigma[:, :1], 1.0)
@@ -214,11 +246,11 @@ def measure(
             _array(cosines[1]),
             _array(sigma),
             _array(rho),
-            _duplicates(layer, *cosines),
+            duplicates,
             dead,
-            _basis_dependent(layer),
+            _basis_dependent(layer, numbers),
             layer.qk_norm is not None,
-            (*notes, *_facts(layer)),
+            (*notes, *_facts(layer), *_by_number(duplicates, dead, *living)),
         )
 
 
@@ -233,6 +265,42 @@ def _effective_ranks(sigma: Tensor) -> Tensor:
     p = p / torch.where(alive, p.sum(-1), 1.0)[:, None]
     entropy = -torch.xlogy(p, p).sum(-1)
     return torch.where(alive, entropy.exp(), 0.0)
+
+
+def _mean_of(values: Floats, living: Tensor) -> float:
+    chosen = values[living.cpu().numpy()]
+    return float(chosen.mean()) if chosen.size else 0.0
+
+
+def _among(gram: Tensor, living: Tensor) -> Tensor:
+    return gram[living][:, living] if bool(living.any()) else gram
+
+
+def _by_number(
+    duplicates: Sequence[tuple[int, int]], dead: Sequence[int], qk: Tensor, ov: Tensor
+) -> list[str]:
+    """Which heads are near-duplicates, dead, or zero."""
+    said = []
+    if duplicates:
+        pairs = ", ".join(f"{i} and {j}" for i, j in duplicates[:_NAMED])
+        said.append(f"near-duplicates: heads {pairs}{_more(len(duplicates), 'pairs')}")
+    zero = {"QK form": qk, "OV map": ov}
+    for what, living in zero.items():
+        heads = torch.nonzero(~living)[:, 0].tolist()
+        if heads:
+            said.append(f"{what} is zero: {_heads(heads)}, not in the means")
+    if dead:
+        said.append(f"dead: {_heads(dead)}")
+    return said
+
+
+def _heads(numbers: Sequence[int]) -> str:
+    named = ", ".join(map(str, numbers[:_NAMED]))
+    return f"head{'s' if len(numbers) > 1 else ''} {named}{_more(len(numbers), 'heads')}"
+
+
+def _more(count: int, what: str) -> str:
+    return f", … ({count} {what})" if count > _NAMED else ""
 
 
 def _nearest(qk: Tensor, ov: Tensor) -> dict[str, Floats]:
@@ -257,13 +325,19 @@ def _on_data(view: AttentionView, covariance: Tensor | None) -> dict[str, Floats
         return {}
     entries = catalogue()
     found = {}
-    for name in ("whitened_qk_effective_rank", "logit_rms", "entropy_bound_typical"):
+    for name in ON_DATA:
         entry = entries[name]
         if entry.applies(view) is None:
             found[name] = _array(entry(view, covariance))
         else:
             found[name] = np.full(view.heads, math.nan)
     return found
+
+
+def _summed_up(on_data: Mapping[str, Floats]) -> dict[str, float]:
+    """One number of a layer for each number of its heads, as `ON_DATA` says."""
+    how = {"mean over heads": "mean", "largest of the heads": "max", "smallest of the heads": "min"}
+    return {n: float(getattr(values, how[ON_DATA[n][1]])()) for n, values in on_data.items()}
 
 
 def _dead(layer: AttentionView, sigma: Tensor, rho: Tensor) -> tuple[int, ...]:
@@ -285,15 +359,19 @@ def _duplicates(
     return tuple((i, j) for i, j in found)
 
 
-def _basis_dependent(layer: AttentionView) -> dict[str, tuple[str, ...]]:
+def _basis_dependent(
+    layer: AttentionView, numbers: Mapping[str, float]
+) -> dict[str, tuple[str, ...]]:
     """For each number the generators of the layer's group that the catalogue says move it."""
     generators = symmetry_group(layer).generators
     entries = catalogue()
     found = {}
     for name, (_, _, source) in COLUMNS.items():
-        if layer.qk_norm is not None and not name.startswith("ov"):
+        if name not in numbers:
+            continue
+        if layer.qk_norm is not None and not name.startswith(("ov", "largest")):
             # Gains are inside: what is left is declared by the entries of the normed form.
-            source = "largest_logit" if name == "largest_logit_gain" else _NORMED
+            source = _NORMED
         verdicts = [(g.name, entries[source].verdict(layer, g)[0]) for g in generators]
         moved = tuple(n for n, v in verdicts if v in (Verdict.VARIANT, Verdict.GENERIC))
         if moved:
@@ -307,14 +385,17 @@ def _facts(layer: AttentionView) -> list[str]:
     if layer.cross:
         said.append("cross-attention")
     if isinstance(layer.position, Rope):
-        said.append("rotary: B of a token with itself")
+        said.append("rotary positions: QK numbers are for query and key at the same place")
+        if layer.position.scaling is not None:
+            said.append(f"rotary scaling: {layer.position.scaling}")
     elif isinstance(layer.position, Disentangled):
         said.append("terms of position are not in B")
     elif layer.position.tag != "none":
         said.append(f"position {layer.position.tag}")
     if layer.qk_norm is not None:
         said.append(
-            "QK-norm: spectrum up to a factor, gains inside, largest logit in place of gain"
+            "QK-norm: its gains are inside the QK numbers, and there is a largest logit in place "
+            "of a gain"
         )
     if layer.latent is not None:
         said.append("latent norms: B and M up to a factor of each token")
@@ -322,7 +403,7 @@ def _facts(layer: AttentionView) -> list[str]:
         said.append(f"logits capped at {layer.soft_cap:g}")
     if layer.weighting != "softmax":
         said.append(f"{layer.weighting} attention")
-    return said
+    return [*said, *layer.symmetry_group().notes]
 
 
 def _array(tensor: Tensor) -> Floats:

@@ -23,6 +23,8 @@ from levelhead.weights.layouts import Layout, Skip, match, views
 from levelhead.weights.symmetry_group import FAMILIES, GENERATORS
 
 __all__ = [
+    "CATALOGUE_LEGEND",
+    "TABLE_LEGEND",
     "Verification",
     "catalogue_rows",
     "catalogue_text",
@@ -37,6 +39,21 @@ _CELLS = {
     Verdict.NOT_APPLICABLE: "",
 }
 WRONG = "WRONG"
+_SYMBOLS = (
+    "h heads with forms B_i = W_Q,iᵀ W_K,i and maps M_i = W_O,i W_V,i, σ their singular values; 𝓑 "
+    "and 𝓜 stack the forms and the maps, T [h, d_k, d, 3] the weights of queries, keys and values"
+)
+CATALOGUE_LEGEND = (
+    f"{_SYMBOLS}. Generators are moves that leave what the layer computes alone. invariant: the "
+    "move leaves the number alone; variant: it moves the number; generic: it does for weights "
+    "without structure; by layer: that depends on what the layer is."
+)
+TABLE_LEGEND = (
+    "Columns are moves that leave what the layer computes alone (basis_rotation turns its input "
+    "along). = declared invariant, and stood still; moves: declared variant, and moved; ~ moves in "
+    "general, not tested; blank: does not exist for this layer; WRONG: the declaration did not "
+    f"hold; two signs: layers differ. {_SYMBOLS}."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +154,16 @@ def verify_checkpoint(
     with progress("layers", many, enabled=show_progress) as advance, threads(1):
         for view in views(weights, layers, layout, skipped=skipped, **arguments):
             folded, _ = folded_layer(view)
-            verdicts.append(verify(folded, chosen, draws=draws, seed=seed, assume=assume))
+            verdicts.append(
+                verify(
+                    folded,
+                    chosen,
+                    draws=draws,
+                    seed=seed,
+                    assume=assume,
+                    show_progress=show_progress,
+                )
+            )
             advance()
     return Verification(held.where, tuple(verdicts), tuple(skipped))
 
@@ -179,6 +205,7 @@ def catalogue_rows(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
                 "formula": entry.formula,
                 "unit": entry.unit,
                 "kind": entry.kind,
+                "gradient": f"not tested: {entry.no_gradient}" if entry.no_gradient else "tested",
                 "degree": entry.degree,
                 "range": entry.range,
                 "source": entry.source,
@@ -202,6 +229,8 @@ def _paragraph(row: Mapping[str, Any]) -> str:
         f"{row['name']} = {row['formula']}",
         f"    [{row['unit']}], {row['range']}; {row['kind']}, {degree}; {row['source']}",
     ]
+    if row["gradient"] != "tested":
+        lines.append(f"    gradient {row['gradient']}")
     for verdict in ("invariant", "variant", "generic", "by layer"):
         under = [name for name in GENERATORS if row[name] == verdict]
         if under:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from levelhead.report.svg import clean
 
 __all__ = ["write_report"]
 
+# A page of more parts than this begins with a list of them.
+MOST_WITHOUT_LIST = 7
+
 
 def write_report(
     run: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None = None
@@ -30,8 +34,10 @@ def write_report(
     """Write the report of `run` to `out` (default: report.html in its folder); return the path.
 
     The page shows the title, the notes as one paragraph, the Figures in order, and folded at the
-    end the settings and versions. It follows the reader's light or dark scheme, prints, and fits
-    screens from 360 pixels up.
+    end the settings and versions. Figures in a row that name the same "fold" among their axes lie
+    in one fold of that name, which is open from the start if its first one has the axis "open";
+    a page of many parts begins with a list of them. It follows the reader's light or dark scheme,
+    prints, and fits screens from 360 pixels up.
 
     Raises `StoredFileError` when `run` is a folder that is not a run or holds a bad file,
     `InputError` when `out` is a folder or a Figure does not fit its arrays, `LevelheadError` when
@@ -61,15 +67,29 @@ def write_report(
         title=run.title,
         command=run.command,
         notes=run.notes(),
-        sections=[
-            {"title": figure.title, "says": figure.says, "drawing": draw(figure, run)}
-            for figure in run.figures()
-        ],
+        parts=_parts(run),
+        most_without_list=MOST_WITHOUT_LIST,
         settings=list(_flat(run.settings)),
         versions=list(run.versions.items()),
         schemes=SCHEMES,
     )
     return write_atomically(path, page.encode("utf-8"))
+
+
+def _parts(run: Run) -> list[dict[str, Any]]:
+    """Runs of Figures that lie in one fold, and Figures outside of any, each as a part."""
+    parts: list[dict[str, Any]] = []
+    for fold, figures in groupby(run.figures(), key=lambda figure: figure.axes.get("fold", "")):
+        sections = [
+            {"title": figure.title, "says": figure.says, "drawing": draw(figure, run), "open": o}
+            for figure in figures
+            for o in ["open" in figure.axes]
+        ]
+        if fold:
+            parts.append({"title": fold, "sections": sections, "open": sections[0]["open"]})
+        else:
+            parts += [{"title": "", "sections": [section]} for section in sections]
+    return parts
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

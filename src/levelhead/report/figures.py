@@ -33,7 +33,7 @@ from levelhead.report.ticks import Tick, fixed, linear_ticks, number, span
 
 __all__ = ["draw"]
 
-MOST_SERIES, MOST_BARS, FEW_POINTS = 24, 60, 24
+MOST_SERIES, MOST_BARS, FEW_POINTS, BROAD = 24, 60, 24, 7
 _DASHES = (None, "7 3", "2 2.5", "9 3 2 3")
 
 
@@ -58,7 +58,7 @@ def draw(figure: Figure, run: Run) -> Markup:
 
 def _draw_lines(figure: Figure, run: Run) -> Markup:
     x, y = read(figure, run, "x", "n"), read(figure, run, "y", "kn")
-    mark = run.array(figure.arrays["mark"]).ravel()[:1] if "mark" in figure.arrays else x[:0]
+    mark = run.array(figure.arrays["mark"]).ravel() if "mark" in figure.arrays else x[:0]
     agree(figure, "y", y.shape[1:], x.shape)
     names = labels_of(figure, "series", len(y), "series")
     log = figure.axes.get("y_scale") == "log"
@@ -75,7 +75,13 @@ def _draw_lines(figure: Figure, run: Run) -> Markup:
 
     def ticks(most: int) -> list[Tick]:
         low, high = places.min(), places.max()
-        return linear_ticks(low, high, most) if low < high else [(low, number(low))]
+        if low == high:
+            return [(low, number(low))]
+        found = linear_ticks(low, high, most)
+        if (places != np.round(places)).any() or max(abs(low), abs(high)) >= 1e6:
+            return found
+        # Layers and components are counted: there is nothing at one half.
+        return [(value, fixed(value, 0)) for value, _ in found if value == round(value)]
 
     def make(width: float, class_: str) -> Markup:
         height = 320.0 if class_ == "wide" else 250.0
@@ -197,6 +203,9 @@ def _draw_table(figure: Figure, run: Run) -> Markup:
     for name in columns:
         unit = figure.units.get(name, "")
         head.append(tag("th", name, tag("small", unit) if unit else "", scope="col"))
+    notes = labels_of(figure, "notes", len(rows)) if "notes" in figure.labels else []
+    if notes:
+        head.append(tag("th", "notes", class_="words", scope="col"))
     texts = [_column(column) for column in values.T]
     marked = [_smallest(column) if best else set() for column in values.T]
     body = []
@@ -205,8 +214,11 @@ def _draw_table(figure: Figure, run: Run) -> Markup:
             tag("td", tag("strong", text[r]), class_="best") if r in least else tag("td", text[r])
             for text, least in zip(texts, marked, strict=True)
         ]
+        if notes:
+            cells.append(tag("td", notes[r], class_="words"))
         body.append(tag("tr", tag("th", tag("span", name, title=name), scope="row"), *cells))
-    table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body))
+    broad = "broad" if len(columns) + bool(notes) > BROAD else None
+    table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_=broad)
     scroll = tag("div", table, class_="scroll", tabindex="0", role="group", aria_label=figure.title)
     return scroll + remark("The smallest value of each column is in bold." if best else "")
 

@@ -100,6 +100,83 @@ def test_changes_are_those_of_dense_forms() -> None:
     np.testing.assert_allclose(found["qk_change"], expected, rtol=1e-9)
 
 
+def llama(seed: int = 0, g: int = H) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": (H * R, D), "k_proj": (g * R, D), "v_proj": (g * R, D), "o_proj": (D, H * R)}
+    return {
+        f"model.layers.0.self_attn.{n}.weight": torch.randn(
+            *shape, generator=random, dtype=torch.float64
+        )
+        for n, shape in sizes.items()
+    }
+
+
+QUERY, KEY = (f"model.layers.0.self_attn.{n}_proj.weight" for n in "qk")
+ROTARY = {"heads": H, "theta": 100.0, "layout": "llama"}
+
+
+def turned(weights: dict[str, torch.Tensor], offset: int) -> np.ndarray:
+    """B_i(n) [h, d, d] of half-split rotary positions, multiplied out."""
+    q, k = (weights[name].reshape(H, R, D).numpy() for name in (QUERY, KEY))
+    angles = offset * 100.0 ** -(2 * np.arange(R // 2) / R)
+    cosine, sine = (np.diag(np.concatenate([f(angles)] * 2)) for f in (np.cos, np.sin))
+    swap = np.zeros((R, R))
+    swap[: R // 2, R // 2 :], swap[R // 2 :, : R // 2] = -np.eye(R // 2), np.eye(R // 2)
+    return np.einsum("hrd,rs,hse->hde", q, cosine + sine @ swap, k)
+
+
+def test_rotary_layers_are_compared_over_all_offsets() -> None:
+    one, noise = llama(1), llama(2)
+    two = {n: t + 0.3 * noise[n] for n, t in one.items()}
+    moved, size = np.zeros(H), np.zeros(H)
+    for offset in range(6000):
+        b, c = turned(one, offset), turned(two, offset)
+        moved += ((b - c) ** 2).sum((1, 2))
+        size += (b**2).sum((1, 2))
+    expected = np.sqrt(moved / size)
+    found = compare(one, two, **ROTARY)
+    here = found.to_frame().sort_values("head")["qk_change"]
+    np.testing.assert_allclose(here, expected, rtol=1e-3)
+    b, c = turned(one, 0), turned(two, 0)
+    alone = np.sqrt(((b - c) ** 2).sum((1, 2)) / (b**2).sum((1, 2)))
+    assert np.abs(here / alone - 1).max() > 0.02
+    assert "Rotary positions: QK forms are compared by averages over all offsets." in found.said
+
+
+def test_a_rotary_layer_that_keeps_only_the_form_of_a_token_with_itself_has_moved() -> None:
+    one = llama(1)
+    two = dict(one)
+    plane = torch.tensor([[2.0, 0.5], [-0.5, 2.0]], dtype=torch.float64)
+    any_map = torch.eye(R, dtype=torch.float64) + torch.ones(R, R, dtype=torch.float64).triu(1)
+    commuting = torch.kron(plane, torch.eye(R // 2, dtype=torch.float64))
+    for element, moves in ((any_map, True), (commuting, False)):
+        two[QUERY] = (element @ one[QUERY].reshape(H, R, D)).reshape(H * R, D)
+        back = torch.linalg.inv(element).T
+        two[KEY] = (back @ one[KEY].reshape(H, R, D)).reshape(H * R, D)
+        np.testing.assert_allclose(turned(one, 0), turned(two, 0), rtol=1e-9, atol=1e-12)
+        changes = [row["qk_change"] for row in compare(one, two, **ROTARY).heads]
+        assert min(changes) > 0.1 if moves else max(changes) < 1e-11
+
+
+def test_rotary_heads_in_another_order_are_found_also_in_groups() -> None:
+    one = llama(3, g=1)
+    two = dict(one)
+    order = [1, 2, 0]
+    two[QUERY] = one[QUERY].reshape(H, R, D)[order].reshape(H * R, D)
+    name = QUERY.replace("q_proj", "o_proj")
+    two[name] = one[name].reshape(D, H, R)[:, order].reshape(D, H * R)
+    found = compare(one, two, kv_heads=1, **ROTARY)
+    assert all(order[row["matched"]] == row["head"] for row in found.heads)
+    assert max(row["change"] for row in found.heads) < 1e-12
+    assert min(row["qk_cosine"] for row in found.heads) == pytest.approx(1, rel=1e-12)
+
+
+def test_spectra_of_rotary_layers_are_said_to_be_of_a_token_with_itself() -> None:
+    found = compare(llama(1), llama(1), basis="own", **ROTARY)
+    assert "Rotary positions: singular values are those of a token with itself." in found.said
+    assert not any("Rotary" in note for note in compare(bert(), bert(), heads=H).said)
+
+
 def test_models_trained_apart_compare_by_spectra() -> None:
     """The residual stream of one is a rotation of the other's: forms differ, spectra do not."""
     one = bert(layers=1)

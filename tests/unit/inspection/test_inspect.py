@@ -36,8 +36,8 @@ def test_frames_have_a_row_for_each_layer_and_head() -> None:
     frame = found.to_frame()
     assert list(frame.columns) == [
         "layer", "heads", "groups", "d_k", "qk_effective_rank", "ov_effective_rank",
-        "largest_logit_gain", "qk_coherence", "ov_coherence", "qk_effective_heads",
-        "ov_effective_heads", "near_duplicates", "dead_heads", "notes",
+        "largest_logit_gain", "largest_logit", "qk_coherence", "ov_coherence",
+        "qk_effective_heads", "ov_effective_heads", "near_duplicates", "dead_heads", "notes",
     ]  # fmt: skip
     assert frame["layer"].tolist() == NAMES
     assert frame[["heads", "groups", "d_k"]].values.tolist() == [[3, 3, 4]] * 2
@@ -162,8 +162,15 @@ def test_a_norm_of_queries_and_keys_changes_what_is_reported(tmp_path) -> None:
     for name, value in one.layers[0].numbers.items():
         assert other.layers[0].numbers[name] == pytest.approx(value, rel=1e-9), name
     assert "QK-norm" in one.to_frame()["notes"][0]
-    gain = next(r for r in one.run.readings() if r.name == "largest_logit_gain")
+    gain = next(r for r in one.run.readings() if r.name == "largest_logit")
     assert gain.unit == "logit"
+    assert not any("largest_logit_gain" in r.name for r in one.run.readings())
+    (row,) = one.rows()
+    assert row["largest_logit"] == gain.value
+    assert np.isnan(row["largest_logit_gain"])
+    shown = one.table().splitlines()
+    assert "largest" in shown[0]
+    assert "gain" not in shown[1]
     # d_k·scale·max of the gains' products, over the two members of a rotary plane.
     q, k = (gains[n].reshape(2, 2).amax(0) for n in "qk")
     assert gain.value == pytest.approx(4 / 2 * float((q * k).max()), rel=1e-9)
@@ -226,3 +233,29 @@ def test_covariances_come_from_a_file_of_tensors(tmp_path) -> None:
     np.testing.assert_allclose(
         given["whitened_qk_effective_rank"], given["qk_effective_rank"], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize(("figures", "drawn"), [(12, 12), ("all", 14), (1, 1), (0, 0)])
+def test_as_many_layers_are_drawn_as_were_asked_for(figures, drawn, tmp_path) -> None:
+    weights = {}
+    random = torch.Generator().manual_seed(0)
+    for n in range(14):
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            name = f"encoder.layer.{n}.attention.{part}.weight"
+            weights[name] = torch.randn(4, 4, generator=random)
+    found = inspect(weights, heads=2, out=tmp_path / "run", figures=figures)
+    names = {name for figure in found.run.figures() for name in str(figure).split("'")}
+    layers = {name.split(".")[0] for name in names if name.startswith("layer-")}
+    assert len(layers) == drawn
+    said = [note for note in found.run.notes() if "not drawn" in note]
+    assert said == (
+        []
+        if drawn == 14
+        else [f"{14 - drawn} layers are in the table and the files, and not drawn."]
+    )
+
+
+@pytest.mark.parametrize("figures", [-1, "some", True])
+def test_other_numbers_of_figures_are_refused(figures) -> None:
+    with pytest.raises(InputError, match="expected 'all' or a number of layers"):
+        inspect({}, figures=figures)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from levelhead.base.errors import InputError
-from levelhead.inspection.measures import COLUMNS, folded_layer, measure, too_large
+from levelhead.inspection.measures import COLUMNS, ON_DATA, folded_layer, measure, too_large
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.structure import InputNorm, QKNorm, Rope
 from levelhead.weights.symmetry_group import symmetry_group
@@ -62,7 +62,8 @@ def test_numbers_are_the_layers_own(view: AttentionView, seed: int) -> None:
     assert not before.basis_dependent
     for name, value in before.numbers.items():
         assert after.numbers[name] == pytest.approx(value, rel=1e-7), name
-    for name in ("qk_effective_rank", "ov_effective_rank", "largest_logit_gain"):
+    reach = "largest_logit_gain" if view.qk_norm is None else "largest_logit"
+    for name in ("qk_effective_rank", "ov_effective_rank", reach):
         expected = before.per_head[name][list(order)]
         np.testing.assert_allclose(after.per_head[name], expected, rtol=1e-7)
     for name in ("qk_cosines", "ov_cosines"):
@@ -141,6 +142,28 @@ def test_copies_in_another_basis_are_near_duplicates_and_silent_heads_are_dead()
     assert measure(replace(view, q=q, k=k, v=v, o=o)).near_duplicates == ()
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            {"position": Rope("half", 4, 100.0, rescaled=(0.5, 0.5))},
+            "some rotary frequencies coincide: their planes also mix, GL(m, C)",
+        ),
+        (
+            {"position": Rope("half", 4, 100.0, scaling="longrope; holds up to 64 tokens")},
+            "rotary scaling: longrope; holds up to 64 tokens",
+        ),
+        (
+            {"weighting": "linear"},
+            "heads that are nearly of full rank also mix with one another",
+        ),
+    ],
+)
+def test_what_the_groups_and_frequencies_do_not_cover_is_said(facts: dict, said: str) -> None:
+    assert said in measure(layer(**facts)).notes
+    assert said not in measure(layer()).notes
+
+
 def test_rotary_heads_that_agree_at_one_offset_only_are_no_copies() -> None:
     """q and k of head 1 are turned differently in their planes: B(0) stays, B(n) does not."""
     view = layer(h=2, g=2, position=Rope("half", 4, 100.0))
@@ -156,6 +179,31 @@ def test_rotary_heads_that_agree_at_one_offset_only_are_no_copies() -> None:
     assert found.qk_cosines[0, 1] == pytest.approx(1, abs=1e-12)
     assert found.near_duplicates == ()
     assert measure(replace(same, position=layer().position)).near_duplicates == ((0, 1),)
+
+
+def test_heads_without_a_form_are_named_and_not_in_the_means() -> None:
+    view = layer()
+    part = measure(replace(view, q=view.q * torch.tensor([1.0, 1, 0, 1]).double()[:, None, None]))
+    kept = [0, 1, 3]
+    alone = measure(replace(layer(h=3, g=3), q=view.q[kept], k=view.k[kept], v=view.v[kept],
+                            o=view.o[kept]))  # fmt: skip
+    assert "QK form is zero: head 2, not in the means" in part.notes
+    for name in ("qk_effective_rank", "qk_coherence", "qk_effective_heads"):
+        assert part.numbers[name] == pytest.approx(alone.numbers[name], rel=1e-12), name
+    whole = measure(view)
+    assert part.numbers["ov_coherence"] == whole.numbers["ov_coherence"]
+    assert not any("zero" in note for note in whole.notes)
+    assert part.per_head["qk_effective_rank"][2] == 0
+
+
+def test_copies_and_dead_heads_are_named_in_the_notes() -> None:
+    view = layer()
+    same = [0, 1, 0, 3]
+    weak = torch.tensor([1.0, 1e-5, 1, 1]).double()[:, None, None]
+    found = measure(replace(view, q=view.q[same], k=view.k[same], v=view.v[same],
+                            o=view.o[same] * weak))  # fmt: skip
+    assert "near-duplicates: heads 0 and 2" in found.notes
+    assert "dead: head 1" in found.notes
 
 
 def test_one_head_and_a_layer_of_zeros_have_numbers() -> None:
@@ -179,11 +227,21 @@ def test_numbers_on_data_use_the_covariance_of_the_unfolded_input() -> None:
     half = torch.linalg.cholesky(c)
     expected = torch.linalg.matrix_norm(half.mT @ forms @ half) / 2
     np.testing.assert_allclose(found.per_head["logit_rms"], expected.numpy(), rtol=1e-8)
+    assert found.numbers["logit_rms"] == found.per_head["logit_rms"].max()
+    ranks, bounds = (
+        found.per_head[n] for n in ("whitened_qk_effective_rank", "entropy_bound_typical")
+    )
+    assert found.numbers["whitened_qk_effective_rank"] == pytest.approx(ranks.mean(), rel=1e-12)
+    assert found.numbers["entropy_bound_typical"] == bounds.min()
     with pytest.raises(InputError, match=r"expected \[12, 12\]"):
         measure(view, torch.eye(3))
 
 
 def test_every_number_has_a_unit_and_a_source_and_too_large_is_noticed() -> None:
-    assert measure(layer()).numbers.keys() == COLUMNS.keys()
+    assert measure(layer()).numbers.keys() == COLUMNS.keys() - {"largest_logit"}
+    normed = measure(LAYERS["qk norm"]).numbers
+    assert normed.keys() == COLUMNS.keys() - {"largest_logit_gain"}
+    on_data = measure(layer(), torch.eye(12)).numbers
+    assert on_data.keys() == {*COLUMNS, *ON_DATA} - {"largest_logit"}
     assert not too_large(layer())
     assert too_large(layer().map(lambda t: t * 1e80))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from levelhead.base.errors import InputError
 from levelhead.inspection.verification import (
+    Verification,
     catalogue_rows,
     catalogue_text,
     parse_assumptions,
     verify_checkpoint,
 )
 from levelhead.invariants.catalogue import catalogue
+from levelhead.invariants.entry import Verdict
+from levelhead.invariants.symmetry import Check, Verdicts
 from levelhead.weights.symmetry_group import GENERATORS
 
 SOME = ["qk_spectrum", "ov_spectrum", "raw_head_spectrum", "qk_effective_heads"]
@@ -59,6 +64,7 @@ def test_the_catalogue_is_printed_whole() -> None:
     assert [row["name"] for row in rows] == list(catalogue())
     for row in rows:
         assert {"formula", "unit", "kind", "degree", "source", *GENERATORS} <= row.keys()
+        assert row["gradient"] == "tested" or len(row["gradient"]) > len("not tested: ")
     (row,) = catalogue_rows(["qk_spectrum"])
     assert (row["qk_gauge"], row["qk_scale"]) == ("invariant", "variant")
     text = catalogue_text()
@@ -79,3 +85,14 @@ def test_unknown_names_are_told_before_anything_is_read() -> None:
         verify_checkpoint("no such file", assume={"qk_spectrum": "gage"})
     with pytest.raises(InputError, match="no invariant 'tail'"):
         catalogue_rows(["tail"])
+
+
+def test_one_wrong_layer_among_right_ones_fails_the_checkpoint() -> None:
+    check = Check("number", "qk_gauge", Verdict.INVARIANT, "", 0.0, None, 1e-8, True, "still")
+    right = Verdicts("a", (check,))
+    wrong = Verdicts("b", (replace(check, change=0.5, passed=False, found="moved"),))
+    for verdicts in ((right, wrong), (wrong, right)):
+        found = Verification("here", verdicts)
+        assert not found.passed
+        assert len(found.failures()) == 1
+    assert Verification("here", (right, right)).passed

@@ -95,7 +95,13 @@ def _add_lines(run: Run, rng: np.random.Generator) -> None:
     run.add_figures(
         [
             _figure("lines", "lines", arrays, labels, axes=names, units={"y": HOSTILE[1]}),
-            _figure("log lines", "lines", arrays, labels, axes={"y_scale": "log", "x": "step"}),
+            _figure(
+                "log lines",
+                "lines",
+                arrays,
+                labels,
+                axes={"y_scale": "log", "x": "step", "fold": HOSTILE[1]},
+            ),
             _figure("offset", "lines", {"x": "x", "y": "offset"}, {}),
         ]
     )
@@ -107,6 +113,7 @@ def _add_matrices(run: Run, rng: np.random.Generator) -> None:
     signed = rng.normal(size=(12, 12)) * 1e-5
     errors = rng.random((4, 5)) * 10.0 ** np.arange(-6, 9, 3)
     errors[1, 2], errors[2, 3] = np.nan, np.inf
+    run.add_arrays({"broad": rng.random((3, 12))})
     matrices = {"attention": attention, "signed": signed, "big": rng.random((30, 300))}
     run.add_arrays({**matrices, "errors table": errors})
     both = {"rows": HOSTILE, "columns": HOSTILE}
@@ -119,9 +126,33 @@ def _add_matrices(run: Run, rng: np.random.Generator) -> None:
                 "table",
                 "table",
                 {"values": "errors table"},
-                {"rows": HOSTILE[3:7], "columns": HOSTILE[:5]},
+                {"rows": HOSTILE[3:7], "columns": HOSTILE[:5], "notes": HOSTILE[:4]},
                 axes={"best": "min", "rows": HOSTILE[6]},
                 units={HOSTILE[1]: "<s>"},
+            ),
+            _figure(
+                "broad table",
+                "table",
+                {"values": "broad"},
+                {
+                    "rows": [f"model.layers.{n}.self_attn" for n in range(3)],
+                    "columns": [
+                        "heads",
+                        "groups",
+                        "d_k",
+                        "QK rank",
+                        "OV rank",
+                        "logit gain",
+                        "QK coh.",
+                        "OV coh.",
+                        "QK heads",
+                        "OV heads",
+                        "near dup.",
+                        "dead",
+                    ],
+                    "notes": ["", "dead: heads 3 and 7", "near-duplicates: heads 1 and 2"],
+                },
+                units={"logit gain": "logit per x²"},
             ),
         ]
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from levelhead.base.errors import InputError, LevelheadError, StoredFileError
-from levelhead.base.records import Run
+from levelhead.base.records import Figure, Run
 from levelhead.report.document import write_report
 from unit.report.examples import HOSTILE, hostile_run
 
@@ -64,7 +66,8 @@ def test_the_page_is_whole_and_loads_nothing(hostile_page):
     }
     assert not forbidden & set(reader.tags)
     names = {name for name, _ in reader.attributes}
-    assert not {"src", "href", "xlink:href", "srcset", "style", "onload", "onerror"} & names
+    assert not {"src", "xlink:href", "srcset", "style", "onload", "onerror"} & names
+    assert all((value or "").startswith("#") for name, value in reader.attributes if name == "href")
     style = hostile_page[hostile_page.index("<style>") : hostile_page.index("</style>")]
     assert not [word for word in ("url(", "@import", "http", "@font-face") if word in style]
 
@@ -94,7 +97,7 @@ def test_title_notes_and_settings_stand_on_the_page(tmp_path):
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "<h1>A title</h1>" in page
     assert '<p class="lead">One. Two &amp; three.</p>' in page
-    rows = page[page.index("<details>") :]
+    rows = page[page.index('<details class="facts">') :]
     for name, value in {
         "horizon": "96",
         "sam.rho": "0.7",
@@ -146,3 +149,26 @@ def test_a_report_needs_nothing_heavy(tmp_path):
     )
     assert "levelhead.report.document" in done.stdout.split()
     assert not {"torch", "pandas", "scipy", "sklearn", "matplotlib"} & set(done.stdout.split())
+
+
+def test_figures_of_one_fold_lie_in_it_and_long_pages_list_their_parts(tmp_path):
+    run = Run.create(tmp_path, title="t", command=None, settings={})
+    run.add_arrays({"v": np.ones((1, 1))})
+
+    def figure(name: str, **axes: str) -> Figure:
+        return Figure(name, "table", f"Title {name}", "Says.", {"values": "v"}, axes=axes)
+
+    run.add_figures([figure("a"), figure("b", fold="One", open="yes"), figure("c", fold="One")])
+    run.add_figures([figure("d", fold="Two")])
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "<nav" not in page
+    one, two = page.index("<summary>One"), page.index("<summary>Two")
+    places = [page.index(f"<h2>Title {name}") for name in "abcd"]
+    assert places[0] < one < places[1] < places[2] < page.index("</details>") < two < places[3]
+    assert [tag.count(" open") for tag in re.findall(r"<details[^>]*>", page)] == [1, 0, 0]
+    run.add_figures([figure(f"more {n}") for n in range(5)])
+    page = write_report(run).read_text(encoding="utf-8")
+    links = re.findall(r'<a href="#(.*?)">(.*?)</a>', page)
+    titles = ["Title a", "One", "Two", *(f"Title more {n}" for n in range(5))]
+    assert [title for _, title in links] == titles
+    assert all(page.count(f'id="{target}"') == 1 for target, _ in links)

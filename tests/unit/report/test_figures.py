@@ -187,6 +187,19 @@ def test_lines_show_their_numbers_and_break_at_gaps(show):
     assert page.texts("text", "name") == ["v", "t"]
 
 
+def test_what_is_counted_has_no_ticks_between_whole_numbers(show):
+    y = np.array([[1.0, 3.0, 2.0]])
+    for x, expected in (
+        ([0, 1, 2], ["0", "1", "2"]),
+        ([1, 2, 3], ["1", "2", "3"]),
+        ([0.0, 0.5, 1.0], ["0", "0.1", "0.2"]),
+    ):
+        page = show("lines", {"x": np.array(x, float), "y": y})
+        below = [e.text for e in page.all("text", "tick") if e.get("text-anchor") != "end"]
+        assert below[: len(expected)] == expected
+        assert len(below) > len(expected) or expected[-1] != "0.2"
+
+
 def test_a_logarithmic_scale_is_one_and_leaves_out_what_has_no_place(show):
     x = np.arange(1.0, 31.0)
     y = 10.0 ** -(x / 10)[None]
@@ -289,6 +302,20 @@ def test_a_table_marks_the_smallest_of_each_column(show):
     assert scopes[4:] == [("row", "a"), ("row", "b"), ("row", "c")]
     page = show("table", {"values": values}, **arguments)
     assert not [e for e in page.root.iter() if e.get("class") == "best"]
+
+
+def test_a_table_may_end_in_words_and_a_broad_one_is_set_smaller(show):
+    labels = {"rows": ["a", "b"], "columns": ["x"], "notes": ["", "two <dead> heads"]}
+    page = show("table", {"values": np.ones((2, 1))}, labels=labels)
+    cells = [e for e in page.root.iter("td") if e.get("class") == "words"]
+    assert [e.text or "" for e in cells] == ["", "two <dead> heads"]
+    (head,) = [e for e in page.root.iter("th") if e.get("class") == "words"]
+    assert head.text == "notes"
+    assert next(page.root.iter("table")).get("class") is None
+    broad = show("table", {"values": np.ones((1, 8))})
+    assert next(broad.root.iter("table")).get("class") == "broad"
+    with pytest.raises(InputError, match="1 labels for 'notes': 2 are expected"):
+        show("table", {"values": np.ones((2, 1))}, labels={"notes": ["one"]})
 
 
 def test_bars_are_as_long_as_their_values(show):

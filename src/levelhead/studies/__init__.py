@@ -1,0 +1,1 @@
+"""Experiments that can be run again: settings in, a run folder with tables and statements out."""

@@ -1,0 +1,298 @@
+"""`collapse`: heads that become copies, or training that stalls: found, watched, treated, ablated.
+
+In four steps, each of whose cells follow from the outcomes before:
+
+    search   initialisation scale, spread of heads, rate, optimiser, depth, never a warm-up: in
+             which setting does an alarm of attention go off?
+    select   every penalty, and weight decay of equal strength, over one grid of weights λ, from
+             the failing setting; the best λ of each by validation loss
+    verdict  all arms at their λ, with seeds that nothing was chosen on, on test rows
+    confirm  select and verdict of the two best penalties and their controls on further tasks
+
+Arms are those of `collapse_arms`. Axes as in `weights.attention_view`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from levelhead.studies.collapse_arms import PENALTIES
+from levelhead.studies.collapse_conclusions import conclude
+from levelhead.studies.collapse_measures import (
+    course_values,
+    curves,
+    mean_off_diagonal,
+    pictures,
+    readings,
+    test_values,
+)
+from levelhead.studies.collapse_outcomes import (
+    FRESH,
+    CollapseOutcomes,
+    cell_name,
+    main_arms,
+    starts,
+)
+from levelhead.studies.collapse_tasks import MADE, Task, make_task, missing_task
+from levelhead.studies.collapse_training import Plan, Start, begin, trained
+from levelhead.studies.study import Cell, Given, Outcome, Study, StudySettings, Workspace
+
+__all__ = ["STUDY", "CollapseSettings"]
+
+
+class CollapseSettings(StudySettings):
+    """Settings of the collapse study.
+
+    Attributes:
+        seeds: of the verdicts; none of them is used before.
+        search_seeds, selection_seeds: of the search and of the choice of λ.
+        tasks: with the full grid. confirm: tasks for the two best penalties and their controls.
+        text: folder of the SST-2 files. data: the user's own TSV or image folder (task "own").
+        optimisers: kind and rate. scales, spreads, depths: what else is searched; the verdicts
+            are about the first depth.
+        penalties, weights: arms B and C, and their grid λ. shares: of the low-rank head core, as
+            many as there are weights.
+        heads, width, batch, epochs, epoch_steps: of the models and their training.
+        text_epochs: of tasks of texts; tokens: at most so many words.
+        training, validation, test: examples of tasks made on the spot and of digits; stored: the
+            same three of tasks that are read from files.
+        every: steps between Readings.
+        noises, radii, attack_steps: of the disturbances.
+    """
+
+    seeds: int = Field(default=10, ge=2)
+    search_seeds: int = Field(default=2, ge=1)
+    selection_seeds: int = Field(default=3, ge=1)
+    tasks: tuple[str, ...] = ("copy", "digits")
+    confirm: tuple[str, ...] = ("sst2",)
+    text: str = ""
+    data: str = ""
+    optimisers: tuple[str, ...] = ("adam-0.0003", "adam-0.001", "adam-0.02", "sgd-0.1")
+    scales: tuple[float, ...] = (1.0, 0.1, 0.01, 0.003)
+    spreads: tuple[float, ...] = (1.0, 0.1)
+    depths: tuple[int, ...] = (2, 4)
+    penalties: tuple[str, ...] = tuple(PENALTIES)
+    weights: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0)
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    heads: int = Field(default=2, ge=2)
+    width: int = Field(default=32, ge=4)
+    batch: int = Field(default=32, ge=1)
+    epochs: int = Field(default=13, ge=1)
+    epoch_steps: int = Field(default=31, ge=1)
+    text_epochs: int = Field(default=24, ge=1)
+    tokens: int = Field(default=32, ge=2)
+    training: int = Field(default=1000, ge=8)
+    stored: tuple[int, int, int] = (7000, 900, 2000)
+    validation: int = Field(default=300, ge=8)
+    test: int = Field(default=500, ge=8)
+    every: int = Field(default=10, ge=1)
+    noises: tuple[float, ...] = (0.3, 1.0)
+    radii: tuple[float, ...] = (0.05, 0.2)
+    attack_steps: int = Field(default=5, ge=1)
+
+
+# ── cells ──
+
+
+def _there(settings: CollapseSettings, names: tuple[str, ...]) -> list[str]:
+    return [n for n in names if missing_task(n, text=settings.text, data=settings.data) is None]
+
+
+def _confirming(settings: CollapseSettings) -> tuple[str, ...]:
+    """The further tasks; the user's own is one as soon as there is something to read."""
+    own = ("own",) if settings.data and "own" not in settings.tasks else ()
+    return tuple(dict.fromkeys((*settings.confirm, *own)))
+
+
+def _cells(settings: CollapseSettings) -> list[Cell]:
+    return [
+        _cell("search", task, start, "A", 0.0, seed)
+        for task in _there(settings, settings.tasks)
+        for start in starts(settings)
+        for seed in range(settings.search_seeds)
+    ]
+
+
+def _cell(
+    kind: str,
+    task: str,
+    start: Start,
+    arm: str,
+    weight: float,
+    seed: int,
+    strength: float | None = None,
+) -> Cell:
+    given: dict[str, Given] = {"kind": kind, "task": task, "arm": arm, "weight": weight}
+    given |= {"strength": weight if strength is None else strength, "seed": seed}
+    middle = start.name if kind == "search" else f"{arm}-{weight:g}"
+    return Cell(cell_name(kind, task, middle, seed), {**given, **start.given()})
+
+
+def _follow(settings: CollapseSettings, outcomes: Mapping[str, Outcome]) -> list[Cell]:
+    """What can be asked for once `outcomes` are known; the same cells come again."""
+    found = CollapseOutcomes(settings, outcomes)
+    cells = []
+    for task in _there(settings, settings.tasks):
+        start = found.failing(task)
+        if start is not None:
+            arms = main_arms(settings.penalties)
+            cells += _selected_and_judged(settings, found, task, start, arms)
+    # The two best are known when all penalties have been tried on all main tasks.
+    done = all(found.tried(task) for task in _there(settings, settings.tasks))
+    start = found.failing(found.home())
+    if start is None or not done:
+        return cells
+    best = found.best_penalties()
+    for task in _there(settings, _confirming(settings)):
+        cells += _selected_and_judged(settings, found, task, start, main_arms(best))
+    return cells
+
+
+def _selected_and_judged(
+    settings: CollapseSettings, found: CollapseOutcomes, task: str, start: Start, arms: list[str]
+) -> list[Cell]:
+    """Penalties first, then weight decay, whose strength they tell, then the verdicts."""
+    cells = []
+    for arm in arms:
+        for weight in found.grid(arm):
+            strength = found.strength(task, arm, weight)
+            if strength is not None:
+                cells += [
+                    _cell("select", task, start, arm, weight, seed, strength)
+                    for seed in range(settings.selection_seeds)
+                ]
+    chosen = {arm: weight for arm in arms if (weight := found.weight(task, arm)) is not None}
+    if not any(arm.startswith("C") for arm in chosen):
+        return cells
+    plain = Start(start.optimiser, start.rate, 1.0, 1.0, start.depth)
+    for seed in range(FRESH, FRESH + settings.seeds):
+        cells += [
+            _cell("verdict", task, start, "A", 0.0, seed),
+            _cell("verdict", task, plain, "O", 0.0, seed),
+            _cell("verdict", task, start, "E.naive", 1.0, seed),
+        ]
+        for arm, weight in chosen.items():
+            told = found.strength(task, arm, weight)
+            cells.append(_cell("verdict", task, start, arm, weight, seed, told))
+    return cells
+
+
+# ── one cell ──
+
+
+def _task(settings: CollapseSettings, name: str, seed: int) -> Task:
+    sizes = (settings.training, settings.validation, settings.test)
+    sizes = sizes if name in MADE else settings.stored
+    return make_task(
+        name, sizes, seed, text=settings.text, data=settings.data, tokens=settings.tokens
+    )
+
+
+def _plan(settings: CollapseSettings, task: Task) -> Plan:
+    epochs = settings.text_epochs if task.padding is not None else settings.epochs
+    sizes = (settings.batch, settings.heads, settings.width, settings.every)
+    return Plan(epochs, settings.epoch_steps, *sizes)
+
+
+def _run(settings: CollapseSettings, cell: Cell, workspace: Workspace) -> Outcome:
+    given: Mapping[str, Any] = cell.given
+    arm, weight, seed = str(given["arm"]), float(given["strength"]), int(given["seed"])
+    start = Start.of(given)
+    task = _task(settings, str(given["task"]), seed)
+    plan = _plan(settings, task)
+    began = time.perf_counter()
+    model = begin(task, start, plan, arm, weight, seed)
+    course, notes = trained(
+        model, task, start, plan, arm, weight, seed, workspace, f"{cell.name} {task.name}"
+    )
+    seconds = {"training": time.perf_counter() - began}
+    values = course_values(course, level=_level(task))
+    arrays: dict[str, Any] = dict(curves(course)) if given["kind"] != "select" else {}
+    if given["kind"] != "select":
+        values |= test_values(model, task, settings.noises, settings.radii, settings.attack_steps)
+    if given["kind"] == "verdict":
+        drawn = pictures(model, task, arm, whole=seed == FRESH)
+        values["head_cka"] = mean_off_diagonal(drawn["head_cka"])
+        values["layer_cka"] = mean_off_diagonal(drawn["layer_cka"])
+        arrays |= drawn
+    seconds["measuring"] = time.perf_counter() - began - seconds["training"]
+    where = {k: str(given[k]) for k in ("kind", "task", "arm", "seed")}
+    return Outcome(readings(values, where), arrays, notes, seconds)
+
+
+def _level(task: Task) -> float:
+    """Half of the loss of a guess, log C / 2."""
+    return math.log(task.classes) / 2
+
+
+def _limits(settings: CollapseSettings) -> list[str]:
+    said = [
+        f"Left out: all cells of {name}. {reason[0].upper()}{reason[1:]}."
+        for name in (*settings.tasks, *_confirming(settings))
+        if (reason := missing_task(name, text=settings.text, data=settings.data)) is not None
+    ]
+    return [
+        *said,
+        "Models are small (some ten thousand parameters) and trained for some hundred steps "
+        "without warm-up; the settings that fail are those of the search, not of practice.",
+        "Weight decay of equal strength has a constant coefficient: its gradient has the mean norm "
+        "of the penalty's along the selection runs with that penalty.",
+    ]
+
+
+STUDY = Study(
+    name="collapse",
+    title="Head collapse: reproduced, watched, treated, ablated",
+    question=(
+        "In which settings do attention heads become copies or does training stall, and does a "
+        "penalty on their invariants do better than nothing and than weight decay as strong?"
+    ),
+    settings=CollapseSettings,
+    presets={
+        "quick": {
+            "seeds": 2,
+            "search_seeds": 1,
+            "selection_seeds": 1,
+            "tasks": ("digits",),
+            "confirm": (),
+            "optimisers": ("adam-0.001",),
+            "scales": (1.0, 0.003),
+            "spreads": (1.0,),
+            "depths": (2,),
+            "penalties": ("coherence",),
+            "weights": (0.1,),
+            "shares": (0.5,),
+            "width": 16,
+            "batch": 16,
+            "epochs": 5,
+            "epoch_steps": 20,
+            "training": 320,
+            "validation": 64,
+            "test": 128,
+            "radii": (0.2,),
+            "noises": (0.3,),
+            "attack_steps": 2,
+            "every": 20,
+        },
+        "full": {
+            "tasks": ("copy", "digits", "sort", "recall"),
+            "confirm": ("sst2", "fashion", "own"),
+            "selection_seeds": 3,
+            "seeds": 20,
+            "weights": (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0),
+            "shares": (0.125, 0.25, 0.375, 0.5, 0.75, 1.0),
+            "heads": 4,
+            "epochs": 40,
+        },
+    },
+    cells=_cells,
+    run=_run,
+    conclude=conclude,
+    limits=_limits,
+    follow=_follow,
+)

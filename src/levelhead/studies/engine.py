@@ -1,0 +1,286 @@
+"""Where the cells of a study run: in this process or in a pool of joblib's, with bounded retries.
+
+Every cell has a folder of its own below `cells/`. It holds resumable states while the cell runs
+and becomes a finished run folder in one step, when `done.json` is written last. A pool that breaks
+(a worker was killed) is started again with the cells that are not finished; those that were in
+flight go on from their states. Nothing else is lost, and nothing is done twice.
+
+The folder must be reachable by all workers: local processes always see it, those of a cluster on
+several machines need a shared file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+from levelhead.base.errors import Interrupted, LevelheadError
+from levelhead.base.files import read_json, write_json
+from levelhead.base.numerics import threads
+from levelhead.base.progress import progress
+from levelhead.base.records import Run
+from levelhead.studies.study import Cell, Outcome, StudySettings, Workspace
+
+__all__ = ["LOKY", "CellFailed", "Pool", "execute", "load_outcome", "run_cell", "seconds"]
+
+_DONE = "done.json"
+_GUARD = "levelhead-parent"
+Work = Callable[[Any, Cell, Workspace], Outcome]
+
+
+class Pool(Protocol):
+    """A place where joblib runs things: see `LOKY` here and the adapters of Dask and Ray.
+
+    `start(jobs, threads)` is a context in which `joblib.Parallel` finds its backend; `broken` are
+    the errors that say that workers were lost.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def broken(self) -> tuple[type[BaseException], ...]: ...
+
+    def start(self, jobs: int, threads: int) -> AbstractContextManager[object]: ...
+
+
+@dataclass(frozen=True)
+class _Loky:
+    name: str = "loky"
+    broken: tuple[type[BaseException], ...] = (BrokenProcessPool, TerminatedWorkerError)
+
+    @contextmanager
+    def start(self, jobs: int, threads: int) -> Iterator[None]:
+        with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
+            yield
+
+
+LOKY: Pool = _Loky()
+"""Processes of this machine, by joblib's own default backend."""
+
+
+@dataclass(frozen=True)
+class CellFailed:
+    """A cell that ended with one of our errors, or that took its pool down too often."""
+
+    cell: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.cell}: {self.reason}"
+
+
+def execute(
+    work: Work,
+    settings: StudySettings,
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    pool: Pool = LOKY,
+    tries: int = 3,
+    show_progress: bool | None = None,
+) -> list[CellFailed]:
+    """Run the cells that are not finished in `folder`; return those that could not be.
+
+    Args:
+        work: the study's function of one cell; a function of a module.
+        jobs: cells at a time; 1 runs them here, without a pool.
+        tries: how often a pool may break without a single cell finished in between.
+
+    An error of ours (`LevelheadError`) belongs to its cell: it is written down and named. Any
+    other error stops the study, for it is a mistake in the code. Raises Interrupted for Ctrl-C and
+    SIGTERM; what is finished stays, and a second call goes on.
+    """
+    with progress("cells", len(cells), enabled=show_progress) as advance:
+        done = sum(_finished(folder, cell) for cell in cells)
+        advance(done)
+        broke = 0
+        while broke < tries:
+            todo = [cell for cell in cells if not _finished(folder, cell)]
+            if not todo:
+                break
+            with _counted(folder, cells, advance):
+                whole = _once(work, settings, todo, folder, jobs, pool)
+            now = sum(_finished(folder, cell) for cell in cells)
+            broke = 0 if now > done else broke + 1
+            done = now
+            if whole:
+                break
+    return _failures(folder, cells, tries)
+
+
+def _once(
+    work: Work,
+    settings: StudySettings,
+    todo: Sequence[Cell],
+    folder: Path,
+    jobs: int,
+    pool: Pool,
+) -> bool:
+    """Run `todo` once; False if the pool broke or a worker was told to stop."""
+    if jobs == 1:
+        for cell in todo:
+            run_cell(work, settings, cell, folder)
+        return True
+    try:
+        with pool.start(jobs, settings.threads):
+            stopped = Parallel(batch_size=1, pre_dispatch="all")(
+                delayed(_in_worker)(work, settings, cell, folder) for cell in todo
+            )
+    except pool.broken:
+        return False
+    return not any(stopped)
+
+
+def _in_worker(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> bool:
+    """True if this worker alone was stopped by a signal; its state is kept and it may go on."""
+    _leave_with(os.getppid())
+    try:
+        run_cell(work, settings, cell, folder)
+    except Interrupted:
+        return True
+    return False
+
+
+def _leave_with(parent: int) -> None:
+    """End this worker when the process that started it is gone (killed, say), once a process.
+
+    Otherwise it would finish its cell for nobody, beside the workers of whoever resumes.
+    """
+    if any(thread.name == _GUARD for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name=_GUARD, daemon=True).start()
+
+
+def run_cell(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> None:
+    """Run one cell in its folder and mark it finished; a finished one is left alone."""
+    place = folder / "cells" / cell.name
+    if (place / _DONE).is_file():
+        return
+    _clear(place)
+    place.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    failed = None
+    outcome = Outcome()
+    with threads(settings.threads):
+        try:
+            outcome = work(settings, cell, Workspace(place))
+        except Interrupted:
+            raise
+        except LevelheadError as error:
+            failed = str(error)
+    run = Run.create(
+        place,
+        title=cell.name,
+        command=None,
+        settings={"cell": dict(cell.given), "settings": settings.model_dump(mode="json")},
+    )
+    run.add_readings(outcome.readings)
+    run.add_arrays(outcome.arrays)
+    run.add_notes(list(outcome.notes))
+    for state in place.glob("*.state.*"):
+        state.unlink()
+    record = {
+        "failed": failed,
+        "threads": settings.threads,
+        "process": os.getpid(),
+        "seconds": {"whole": time.perf_counter() - began, **outcome.seconds},
+    }
+    write_json(place / _DONE, record)
+
+
+def load_outcome(folder: Path, cell: Cell) -> Outcome | None:
+    """What a finished cell found, or None if it failed or was never finished."""
+    place = folder / "cells" / cell.name
+    if not (place / _DONE).is_file():
+        return None
+    record = read_json(place / _DONE)
+    if record["failed"] is not None:
+        return None
+    run = Run.open(place)
+    arrays = {name: run.array(name) for name in run.array_names()}
+    return Outcome(run.readings(), arrays, run.notes(), record["seconds"])
+
+
+def _clear(place: Path) -> None:
+    """Remove what an unfinished start left, but for the states it can go on from."""
+    if not place.is_dir():
+        return
+    for path in place.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif ".state." not in path.name:
+            path.unlink()
+
+
+def _finished(folder: Path, cell: Cell) -> bool:
+    return (folder / "cells" / cell.name / _DONE).is_file()
+
+
+def _failures(folder: Path, cells: Sequence[Cell], tries: int) -> list[CellFailed]:
+    failures = []
+    for cell in cells:
+        if not _finished(folder, cell):
+            lost = f"its worker was lost {tries} times in a row"
+            failures.append(CellFailed(cell.name, lost))
+            continue
+        reason = read_json(folder / "cells" / cell.name / _DONE)["failed"]
+        if reason is not None:
+            failures.append(CellFailed(cell.name, reason))
+    return failures
+
+
+@contextmanager
+def _counted(
+    folder: Path, cells: Sequence[Cell], advance: Callable[[int], object]
+) -> Iterator[None]:
+    """Move the bar as cells finish, wherever they run: what counts is the file they leave."""
+    ended = threading.Event()
+    shown = sum(_finished(folder, cell) for cell in cells)
+
+    def catch_up() -> None:
+        nonlocal shown
+        now = sum(_finished(folder, cell) for cell in cells)
+        if now > shown:
+            advance(now - shown)
+            shown = now
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            catch_up()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        catch_up()
+
+
+def seconds(folder: Path, cells: Sequence[Cell]) -> Mapping[str, Mapping[str, float]]:
+    """Seconds of every finished cell by what took them."""
+    return {
+        cell.name: read_json(folder / "cells" / cell.name / _DONE)["seconds"]
+        for cell in cells
+        if _finished(folder, cell)
+    }

@@ -1,0 +1,199 @@
+"""`forecasting`: SAM, σReparam and the straight line on real series.
+
+Ilbert et al. (2024), section 4: SAMformer beside the same transformer without SAM, with frozen,
+identical or temporal attention, with σReparam, and started from the line; and the straight line
+solved in closed form, beside which all of them stand. The released code's de-normalisation slip is
+an arm of its own, with SAM and without, to see what it does to the gain ascribed to SAM.
+
+Protocol "ltsf": see `forecasting.bench`. Training is the paper's (`bench.PAPER`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from levelhead.forecasting.bench import PAPER
+from levelhead.studies.forecasting_conclusions import conclude
+from levelhead.studies.forecasting_data import MADE, SETS, paper_rate, posed, require
+from levelhead.studies.forecasting_models import ARMS
+from levelhead.studies.forecasting_training import Task, fitted
+from levelhead.studies.study import Cell, Given, Outcome, Study, StudySettings, Workspace
+
+__all__ = ["STUDY", "ForecastingSettings"]
+
+HEADLINE = ("line", "line-revin", "transformer", "samformer", "transformer-slip", "samformer-slip")
+"""Arms that run at every horizon; the others at `other_horizons`."""
+
+
+class ForecastingSettings(StudySettings):
+    """Settings of the forecasting study; the defaults are the paper's.
+
+    Attributes:
+        data: folder with the csv files; "" is the cache that `levelhead data get` fills.
+        sets: of the catalogue of data sets, or "made".
+        brief: sets that run with one seed at the first horizon only, without temporal attention.
+        horizons, arms: the grid. The six headline arms run at every horizon.
+        other_horizons: of the other arms but "temporal", which runs at `temporal_horizons` with
+            `temporal_seeds` seeds, for it costs twenty times the others.
+        context, width, init: of the networks; `init` as in `SAMformerNet`.
+        epochs, patience, batch, rho: of training.
+        rate: factor on Adam's rate, which is the released script's for each set.
+        rhos: further radii for SAMformer, at the first horizon with one seed; none for brief sets.
+        curvature_every: epochs between measurements of λ_max; curvature_windows, map_windows: on
+            how many training windows, and on how many validation windows attention is looked at.
+        draws: of the bootstrap.
+    """
+
+    data: str = ""
+    sets: tuple[str, ...] = ("ETTh1", "exchange_rate", "weather")
+    brief: tuple[str, ...] = ("weather",)
+    horizons: tuple[int, ...] = (96, 192, 336, 720)
+    other_horizons: tuple[int, ...] = (96, 336)
+    temporal_horizons: tuple[int, ...] = (96,)
+    temporal_seeds: int = Field(default=1, ge=1)
+    arms: tuple[str, ...] = tuple(ARMS)
+    context: int = Field(default=512, ge=2)
+    width: int = Field(default=16, ge=1)
+    init: Literal["glorot", "keras"] = "glorot"
+    epochs: int = Field(default=PAPER.epochs, ge=1)
+    patience: int = Field(default=int(PAPER.patience), ge=0)
+    batch: int = Field(default=PAPER.batch_size, ge=1)
+    rho: float = Field(default=PAPER.rho, ge=0)
+    rate: float = Field(default=1.0, gt=0)
+    rhos: tuple[float, ...] = (0.05, 0.2, 0.4, 1.0)
+    curvature_every: int = Field(default=5, ge=1)
+    curvature_windows: int = Field(default=256, ge=2)
+    map_windows: int = Field(default=64, ge=2)
+    draws: int = Field(default=10_000, ge=100)
+
+    @field_validator("sets", "brief")
+    @classmethod
+    def _known_sets(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return _known(names, SETS)
+
+    @field_validator("arms")
+    @classmethod
+    def _known_arms(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return _known(names, tuple(ARMS))
+
+
+def _known(names: tuple[str, ...], allowed: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{name!r} is not one of {', '.join(allowed)}")
+    return names
+
+
+def _cells(settings: ForecastingSettings) -> list[Cell]:
+    require(settings.sets, settings.data)
+    cells = [cell for name in settings.sets for cell in _cells_of(settings, name)]
+    # What takes longest begins first, so that no worker is left with it at the end.
+    return sorted(cells, key=lambda c: (c.given["arm"] != "temporal", c.given["set"] != "weather"))
+
+
+def _cells_of(settings: ForecastingSettings, name: str) -> Iterator[Cell]:
+    brief = name in settings.brief
+    for horizon in settings.horizons[:1] if brief else settings.horizons:
+        for arm in settings.arms:
+            for seed in range(_seeds(settings, arm, horizon, brief=brief)):
+                yield _cell(f"{arm}-{seed}", name, horizon, arm, settings.rho, seed)
+    if "samformer" in settings.arms and not brief:
+        first = settings.horizons[0]
+        for rho in settings.rhos:
+            yield _cell(f"rho{rho:g}-0", name, first, "samformer", rho, 0)
+
+
+def _seeds(settings: ForecastingSettings, arm: str, horizon: int, *, brief: bool) -> int:
+    """With how many seeds an arm runs at a horizon."""
+    if arm == "temporal":
+        wanted = settings.temporal_seeds if horizon in settings.temporal_horizons else 0
+        return 0 if brief else min(wanted, settings.seeds)
+    if arm not in HEADLINE and horizon not in settings.other_horizons and not brief:
+        return 0
+    return 1 if brief or ARMS[arm].line is not None else settings.seeds
+
+
+def _cell(ending: str, name: str, horizon: int, arm: str, rho: float, seed: int) -> Cell:
+    given: dict[str, Given] = {"set": name, "horizon": horizon, "arm": arm}
+    return Cell(f"{name}-{horizon}-{ending}", {**given, "rho": rho, "seed": seed})
+
+
+def _run(settings: ForecastingSettings, cell: Cell, workspace: Workspace) -> Outcome:
+    given = cell.given
+    name, arm, seed = str(given["set"]), str(given["arm"]), int(given["seed"])
+    problem, test = posed(name, settings.data, settings.context, int(given["horizon"]))
+    training = replace(
+        PAPER,
+        epochs=settings.epochs,
+        patience=settings.patience,
+        batch_size=settings.batch,
+        learning_rate=settings.rate * paper_rate(name),
+        rho=float(given["rho"]) * ARMS[arm].rho,
+        seed=seed,
+    )
+    where = {key: str(value) for key, value in given.items()}
+    return fitted(Task(arm, problem, test, training, where), settings, workspace)
+
+
+def _limits(settings: ForecastingSettings) -> list[str]:
+    said = [
+        f"Rows of {', '.join(settings.brief)} run with one seed at the first horizon only."
+        if settings.brief
+        else "",
+        "Temporal attention runs at fewer horizons and with fewer seeds than the others: "
+        f"{', '.join(map(str, settings.temporal_horizons))} with {settings.temporal_seeds}.",
+        f"{settings.seeds} seeds say little about the spread over initialisations, and windows of "
+        "one series are one realisation: an interval over windows says nothing of other series.",
+        "Radii other than the paper's, and the curves, are shown at the first horizon only.",
+        "λ_max is of the trained loss on a sample of training windows.",
+        "Seconds per step times the epochs that were seen on ETTh1 give about two hours for the "
+        "standard preset and forty for the full one, on two cores.",
+    ]
+    return [sentence for sentence in said if sentence]
+
+
+STUDY = Study(
+    name="forecasting",
+    title="SAM, σReparam and the straight line on real series",
+    question=(
+        "On real series, does sharpness-aware minimisation make a transformer better than itself, "
+        "than σReparam and than a straight line, and is channel attention what does it?"
+    ),
+    settings=ForecastingSettings,
+    presets={
+        "quick": {
+            "seeds": 2,
+            "sets": (MADE,),
+            "brief": (),
+            "horizons": (6, 12),
+            "other_horizons": (6,),
+            "temporal_horizons": (6,),
+            "context": 24,
+            "width": 4,
+            "epochs": 4,
+            "rate": 5.0,
+            "batch": 64,
+            "rho": 0.1,
+            "rhos": (0.3,),
+            "curvature_every": 4,
+            "curvature_windows": 32,
+            "map_windows": 16,
+            "draws": 500,
+        },
+        "full": {
+            "seeds": 5,
+            "brief": (),
+            "other_horizons": (96, 192, 336, 720),
+            "temporal_horizons": (96, 192, 336, 720),
+            "temporal_seeds": 3,
+        },
+    },
+    cells=_cells,
+    run=_run,
+    conclude=conclude,
+    limits=_limits,
+)

@@ -1,0 +1,133 @@
+"""The engine: every cell once, nothing lost, failures named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from levelhead.studies.engine import execute, load_outcome, run_cell
+from levelhead.studies.study import Cell, StudySettings
+from unit.studies.study_work import doubled
+
+SETTINGS = StudySettings()
+
+
+def cells(folder: Path, count: int = 4, **more: dict[int, object]) -> list[Cell]:
+    made = []
+    for number in range(count):
+        given = {"number": number, "folder": str(folder)}
+        given |= {k: v[number] for k, v in more.items() if number in v}
+        made.append(Cell(f"cell-{number}", given))
+    return made
+
+
+def starts(folder: Path, number: int) -> int:
+    return len((folder / f"starts-{number}").read_text())
+
+
+def test_every_cell_runs_once_and_leaves_what_it_found(tmp_path: Path) -> None:
+    assert execute(doubled, SETTINGS, cells(tmp_path), tmp_path, show_progress=False) == []
+    for number in range(4):
+        found = load_outcome(tmp_path, Cell(f"cell-{number}", {}))
+        assert found is not None
+        assert found.value("double", number=number) == 2 * number
+        np.testing.assert_array_equal(found.arrays["curve"], np.arange(3.0) * number)
+        assert list(found.notes) == [f"number {number}"]
+        assert found.seconds["part"] == 0.5
+        assert found.seconds["whole"] > 0
+        assert starts(tmp_path, number) == 1
+
+
+def test_a_second_call_does_nothing_again(tmp_path: Path) -> None:
+    execute(doubled, SETTINGS, cells(tmp_path), tmp_path, show_progress=False)
+    execute(doubled, SETTINGS, cells(tmp_path, 5), tmp_path, show_progress=False)
+    assert [starts(tmp_path, n) for n in range(5)] == [1] * 5
+
+
+def test_an_error_of_ours_belongs_to_its_cell_and_is_named(tmp_path: Path) -> None:
+    asked = cells(tmp_path, 3, diverges={1: 1})
+    failures = execute(doubled, SETTINGS, asked, tmp_path, show_progress=False)
+    assert [str(failure) for failure in failures] == ["cell-1: the loss became nan at step 3"]
+    assert load_outcome(tmp_path, asked[1]) is None
+    assert load_outcome(tmp_path, asked[2]) is not None
+
+
+def test_any_other_error_stops_the_study(tmp_path: Path) -> None:
+    broken = [Cell("broken", {"folder": str(tmp_path)})]
+    with pytest.raises(KeyError):
+        execute(doubled, SETTINGS, broken, tmp_path, show_progress=False)
+
+
+def test_what_an_unfinished_start_left_is_cleared_but_for_its_states(tmp_path: Path) -> None:
+    [cell] = cells(tmp_path, 1)
+    place = tmp_path / "cells" / cell.name
+    place.mkdir(parents=True)
+    (place / "readings-main.jsonl").write_text('{"name": "double", "value": 7}\n')
+    (place / "settings.json").write_text("{}")
+    (place / "training.state.safetensors").write_bytes(b"half way")
+    run_cell(doubled, SETTINGS, cell, tmp_path)
+    found = load_outcome(tmp_path, cell)
+    assert found is not None
+    assert found.value("resumed") == 1.0
+    assert [reading.value for reading in found.readings if reading.name == "double"] == [0.0]
+    assert not list(place.glob("*.state.*"))
+
+
+def test_a_killed_worker_costs_only_what_was_in_flight(tmp_path: Path) -> None:
+    asked = cells(tmp_path, 4, dies={2: 1})
+    assert execute(doubled, SETTINGS, asked, tmp_path, jobs=2, show_progress=False) == []
+    assert starts(tmp_path, 2) == 2
+    found = load_outcome(tmp_path, asked[2])
+    assert found is not None
+    assert found.value("resumed") == 1.0
+    assert sum(starts(tmp_path, n) for n in range(4)) <= 4 + 2  # at most two were in flight
+
+
+def test_a_cell_that_always_kills_its_worker_is_given_up(tmp_path: Path) -> None:
+    asked = cells(tmp_path, 2, dies={1: 99})
+    failures = execute(doubled, SETTINGS, asked, tmp_path, jobs=2, tries=2, show_progress=False)
+    assert [failure.cell for failure in failures] == ["cell-1"]
+    assert "2 times in a row" in failures[0].reason
+    assert load_outcome(tmp_path, asked[0]) is not None
+
+
+def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "study.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from pathlib import Path\n"
+        "from levelhead.studies.engine import execute\n"
+        "from levelhead.studies.study import Cell, StudySettings\n"
+        "from unit.studies.study_work import sleeping\n"
+        "if __name__ == '__main__':\n"
+        f"    folder = Path({str(tmp_path)!r})\n"
+        "    cells = [Cell(f'c{n}', {'folder': str(folder), 'number': n}) for n in range(2)]\n"
+        "    execute(sleeping, StudySettings(), cells, folder, jobs=2, show_progress=False)\n"
+    )
+    study = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    workers: list[int] = []
+    deadline = time.monotonic() + 120
+    while len(workers) < 2:
+        assert study.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        workers = [int(p.read_text()) for p in tmp_path.glob("worker-*") if p.read_text()]
+    study.kill()
+    study.wait()
+    while any(_alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its study"
+        time.sleep(0.1)
+
+
+def _alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
