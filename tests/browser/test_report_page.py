@@ -75,7 +75,7 @@ function measure(frame) {
     paper: view.getComputedStyle(page.body).backgroundColor,
     drawings: [...page.querySelectorAll('svg.drawing')].filter(shown).length,
     broad: [...page.querySelectorAll('table.broad')].map(
-      e => [box(e).width, e.parentElement.clientWidth]),
+      e => [box(e).width, box(e.parentElement).width + 0.5]),
     odd: page.querySelectorAll('script, img, b, i:not(.ramp)').length};
 }
 window.addEventListener('load', () => {

@@ -330,6 +330,128 @@ def test_samformer(value: str, tie_qk: bool, bias: bool) -> None:
     assert view.q.requires_grad
 
 
+# ── own attention modules under names that many use ──
+
+
+class Own(nn.Module):
+    """Softmax attention from four Linears; `names` are theirs, a path for the last."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        width: int = 12,
+        heads: int = 3,
+        groups: int = 3,
+        source: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.names, self.n_heads = names, heads
+        d_k = 4
+        q, k, v, o = names
+        self.add_module(q, nn.Linear(width, heads * d_k, bias=bias))
+        self.add_module(k, nn.Linear(source or width, groups * d_k, bias=bias))
+        self.add_module(v, nn.Linear(source or width, groups * d_k, bias=bias))
+        out = nn.Linear(heads * d_k, width)
+        at, _, below = o.partition(".")
+        self.add_module(at, nn.Sequential(out, nn.Dropout(0.1)) if below else out)
+
+    def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
+        q, k, v, o = (self.get_submodule(name) for name in self.names)
+        source = x if source is None else source
+        cut = [p(t).unflatten(-1, (-1, 4)) for p, t in ((q, x), (k, source), (v, source))]
+        query, key, value = (t.transpose(0, 1)[None] for t in cut)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)[0]
+        return o(y.transpose(0, 1).flatten(1))
+
+
+OWN = {
+    "diffusers": ("to_q", "to_k", "to_v", "to_out.0"),
+    "lucidrains": ("to_q", "to_k", "to_v", "to_out"),
+    "meta": ("wq", "wk", "wv", "wo"),
+    "o_proj": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "out_proj": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "minGPT": ("query", "key", "value", "proj"),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("names", OWN.values(), ids=OWN)
+def test_own_modules_are_read_by_their_names(names: tuple[str, ...], bias: bool) -> None:
+    part = Own(names, bias=bias)
+    model = filled(nn.ModuleDict({"stage": nn.ModuleList([nn.ModuleDict({"attn": part})])}))
+    found = match(model)
+    assert [p.name for p in found.plans] == ["stage.0.attn"]
+    assert found.skipped == ()
+    [view] = views(model)
+    x = numbers(N, 12)
+    assert close(attend(view, x), part(x))
+    assert str(view.origin("q")) == "read (module attribute n_heads)"
+    assert torch.equal(torch.cat(list(view.o), dim=1), part.get_submodule(names[3]).weight)
+    assert (view.q_bias is not None) == bias
+    # Nothing that names do not say is guessed, and a reader is told.
+    assert (view.family, view.input_norm.kind, view.position.tag) == ("generic", "none", "none")
+    for field in ("position", "mask", "scale", "input_norm"):
+        assert view.origin(field).how == "assumed"
+    [said] = caveats(view)
+    for word in ("positions", "mask", "norm in front is folded", "layout"):
+        assert word in said
+    with pytest.raises(ValueError, match=r"do not say .*\(heads= in Python"):
+        list(views(model.state_dict()))
+    for again in (views(model.state_dict(), heads=3), views(model, layout="generic")):
+        assert torch.equal(next(again).q, view.q)
+
+
+def test_a_bare_own_module_is_read_whole() -> None:
+    model = filled(Own(OWN["diffusers"], groups=3))
+    found = match(model)
+    assert ([p.family for p in found.plans], found.skipped) == (["generic"], ())
+    x = numbers(N, 12)
+    assert close(attend(next(views(model)), x), model(x))
+
+
+def test_own_modules_may_share_keys_and_read_another_sequence() -> None:
+    x, source = numbers(N, 12), numbers(5, 8, seed=6)
+    model = filled(nn.ModuleDict({"a": Own(OWN["meta"], heads=4, groups=2)}))
+    [view] = views(model)
+    assert (view.kv_group, view.cross) == ((0, 0, 1, 1), False)
+    assert close(attend(view, x), model["a"](x))
+    model = filled(nn.ModuleDict({"attn2": Own(OWN["diffusers"], source=8)}))
+    [view] = views(model)
+    assert (view.cross, view.d_source) == (True, 8)
+    assert close(attend(view, x, source), model["attn2"](x, source))
+    [view] = views(nn.ModuleDict({"attn2": Own(OWN["diffusers"])}))
+    assert view.cross
+
+
+@pytest.mark.parametrize(
+    "more", ["norm_q.weight", "rotary_emb.inv_freq", "to_out.1.weight", "null_kv"]
+)
+def test_own_modules_with_more_in_them_are_refused_with_its_name(more: str) -> None:
+    state = dict(nn.ModuleDict({"attn": Own(OWN["diffusers"])}).state_dict())
+    [view] = views(state | {"attn.mask": torch.ones(6, 6)}, heads=3)
+    assert view.heads == 3
+    found = match(state | {f"attn.{more}": torch.ones(4)}, heads=3)
+    [skip] = found.skipped
+    assert (found.plans, skip.name) == ((), "attn")
+    assert f"generic has no attn.{more}, which may change what it does" in skip.reason
+
+
+def test_a_row_of_a_family_goes_before_the_generic_one() -> None:
+    shapes = {f"layers.0.attention.w{n}.weight": (8, 8) for n in "qkvo"}
+    [plan], _ = find_layers(shapes, {"n_heads": 2})
+    assert plan.family == "meta_llama"
+    # Of a type that no row was proved for, names that many use say too little.
+    shapes = {n.replace("layers.0", "net"): s for n, s in shapes.items()}
+    [plan], _ = find_layers(shapes, {"n_heads": 2})
+    assert plan.family == "generic"
+    plans, [skip] = find_layers(shapes, {"n_heads": 2, "model_type": "novel"})
+    assert not plans
+    assert skip.name == "net.attention"
+    plans, [skip] = find_layers({"net.a.to_q.weight": (8, 8)}, {"n_heads": 2})
+    assert "it has no net.a.to_k.weight" in skip.reason
+
+
 # ── names alone ──
 
 
@@ -371,12 +493,12 @@ def test_a_config_that_contradicts_the_weights_is_an_error() -> None:
 
 
 def test_what_looks_like_attention_but_is_unknown_is_listed() -> None:
-    shapes = {f"strange.{i}.to_q.weight": (8, 8) for i in range(3)} | {"head.weight": (2, 8)}
+    shapes = {f"strange.{i}.q_lin.weight": (8, 8) for i in range(3)} | {"head.weight": (2, 8)}
     plans, [skip] = find_layers(shapes)
     assert not plans
-    assert (skip.name, "(3 found)" in skip.reason) == ("strange.*.to_q.weight", True)
+    assert (skip.name, "(3 found)" in skip.reason) == ("strange.*.q_lin.weight", True)
     with pytest.raises(
-        ValueError, match=r"no attention layer was recognised .*strange\.\*\.to_q"
+        ValueError, match=r"no attention layer was recognised .*strange\.\*\.q_lin"
     ) as e:
         list(views({n: torch.ones(s) for n, s in shapes.items()}))
     assert e.value.exit_code == 3

@@ -40,11 +40,11 @@ from levelhead.base.files import (
 )
 from levelhead.base.plain_values import plain_value, refuse_changes, same_bits, versions
 
-__all__ = ["FIGURE_KINDS", "Figure", "Reading", "Run"]
+__all__ = ["FIGURE_KINDS", "RUN_FILES", "Figure", "Reading", "Run"]
 
 SCHEMA = 1
 FIGURE_KINDS = ("fan", "lines", "heatmap", "table", "bars")
-_RUN_FILES = (
+RUN_FILES = (
     "settings.json",
     "figures.json",
     "notes.json",
@@ -184,7 +184,7 @@ class Run:
                 f"{folder} cannot be made a folder ({error.strerror or error}): "
                 "choose another place for the run."
             ) from error
-        used = sorted({path.name for pattern in _RUN_FILES for path in folder.glob(pattern)})
+        used = sorted({path.name for pattern in RUN_FILES for path in folder.glob(pattern)})
         if used and not resume:
             raise InputError(
                 f"{folder} already holds a run ({used[0]}): "

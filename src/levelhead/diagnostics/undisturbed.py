@@ -179,9 +179,9 @@ def own_casts() -> Iterator[None]:
     >>> weight, one = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     _ = one @ weight, weight.data.zero_()
-    ...     stale = float(one @ weight)
+    ...     stale = (one @ weight).item()
     ...     with own_casts():
-    ...         fresh = float(one @ weight)
+    ...         fresh = (one @ weight).item()
     >>> stale, fresh
     (1.0, 0.0)
     """

@@ -58,7 +58,8 @@ def replace_attention(
             return CollaborativeAttention.from_attention(attention, shared)
         return HeadCoreAttention.from_attention(attention, ranks)
 
-    names = _swap(model, nn.MultiheadAttention, make, layers)
+    nothing = "no nn.MultiheadAttention to replace"
+    names = _swap(model, nn.MultiheadAttention, make, layers, nothing)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
             isinstance(module, MaskedAttention) for module in encoder.modules()
@@ -82,7 +83,8 @@ def restore_attention(model: nn.Module, *, layers: Sequence[str] | None = None) 
     def make(attention: HeadCoreAttention | CollaborativeAttention) -> nn.Module:
         return attention.to_attention()
 
-    return _swap(model, (HeadCoreAttention, CollaborativeAttention), make, layers)
+    nothing = "no HeadCoreAttention or CollaborativeAttention: there is nothing to restore"
+    return _swap(model, (HeadCoreAttention, CollaborativeAttention), make, layers, nothing)
 
 
 def _swap(
@@ -90,8 +92,12 @@ def _swap(
     kind: type[nn.Module] | tuple[type[nn.Module], ...],
     make: Callable[..., nn.Module],
     layers: Sequence[str] | None,
+    nothing: str,
 ) -> tuple[str, ...]:
-    """Replace modules of a kind; all are made before the first is put in."""
+    """Replace modules of a kind; all are made before the first is put in.
+
+    `nothing` ends the sentence "<model> holds" where none is there.
+    """
     if isinstance(model, kind):
         raise InputError(
             f"the model is itself a {type(model).__name__} and has no place to be replaced in: "
@@ -103,16 +109,20 @@ def _swap(
         for name, child in parent._modules.items()
         if isinstance(child, kind)
     }
+    if not places:
+        raise InputError(f"{type(model).__name__} holds {nothing}.")
+    if layers is not None and not layers:
+        raise InputError(f"layers={layers!r} names no layer; leave it out to take all of them.")
     chosen = {
         path: place
         for path, place in places.items()
         if layers is None or any(fnmatchcase(path, pattern) for pattern in layers)
     }
     unmatched = [p for p in layers or () if not any(fnmatchcase(path, p) for path in places)]
-    if unmatched or not chosen:
+    if unmatched:
         raise InputError(
-            f"{type(model).__name__} has no layer to replace called "
-            f"{unmatched[0] if unmatched else 'anything'!r}; there are {list(places)[:8]}."
+            f"{type(model).__name__} has no layer to replace called {unmatched[0]!r}; there are "
+            f"{list(places)[:8]}."
         )
     made: dict[int, nn.Module] = {}
     for path, (_, _, child) in chosen.items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from levelhead.base.errors import InputError
-from levelhead.weights.layouts import LayerPlan, Layout, match
+from levelhead.weights.layouts import LayerPlan, Layout, NothingMatched, find_layers, match
 from levelhead.weights.stores import Fused, PackedProjection
 from levelhead.weights.write_back import placement
 
@@ -81,17 +81,17 @@ def attention_weights(
 ) -> list[Target]:
     """The matrices of q, k, v and o of these attention layers, checked.
 
-    Raises InputError for a name that no layer has, and for layers whose weights are products.
+    Raises NothingMatched for a module without attention; InputError for a name that no layer has,
+    for layers that are reparametrised already and for such whose weights are products.
     """
     plans = match(module, layout=layout).plans
     called = {plan.name or plan.family: plan for plan in plans}
     patterns = ("*",) if layers == "all" else (layers,) if isinstance(layers, str) else layers
+    if not patterns:
+        raise InputError(f"sigma_reparam: layers={layers!r} names no layer; 'all' takes every one.")
     missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in called)]
-    if missing or not patterns:
-        raise InputError(
-            f"sigma_reparam found no attention layer called {missing[0] if missing else None!r} in "
-            f"{type(module).__name__}; there are {list(called)[:8]}."
-        )
+    if missing:
+        raise _no_layer(module, missing[0], list(called), layout)
     owned = {path: (host, name, weight) for host, name, path, weight in _owned(module)}
     chosen: dict[str, Target] = {}
     for name, plan in called.items():
@@ -112,6 +112,33 @@ def attention_weights(
             host, own, weight = owned[path]
             chosen[path] = Target(host, own, path, weight, _blocks_of(plan, path))
     return _checked(list(chosen.values()), _owned(module))
+
+
+def _no_layer(
+    module: nn.Module, pattern: str, called: list[str], layout: Layout | None
+) -> InputError:
+    """The error for a pattern that no layer has, `called` the names of those that are there."""
+    what = f"this {type(module).__name__}"
+    # A weight W behind a parametrisation is stored as parametrizations.W.original.
+    shapes = {
+        name.replace("parametrizations.", "").removesuffix(".original"): tuple(weight.shape)
+        for name, weight in module.named_parameters(remove_duplicate=False)
+    }
+    plans, skipped = find_layers(shapes, layout=layout)
+    named = [plan.name for plan in plans] + [skip.name for skip in skipped if skip.by_settings]
+    if any(fnmatchcase(name, pattern) for name in named if name not in called):
+        return InputError(
+            f"sigma_reparam: {pattern!r} in {what}: its attention weights are already "
+            f"reparametrised; fold them first (levelhead.remove_sigma_reparam)."
+        )
+    if not called:
+        return NothingMatched(
+            f"no attention layer was recognised in {what}: describe its names in a layout."
+        )
+    return InputError(
+        f"sigma_reparam found no attention layer called {pattern!r} in {what}; there are "
+        f"{called[:8]}."
+    )
 
 
 def _blocks_of(plan: LayerPlan, path: str) -> Blocks:

@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
 
 from levelhead.base.records import Reading, Run
-from levelhead.studies.alarms_conclusions import conclude
+from levelhead.studies.alarms_conclusions import HALVES, conclude
 from levelhead.studies.alarms_faults import CONSEQUENCES, Fault, Planted, drawn_fault
 from levelhead.studies.alarms_trainings import NULL, Training, null_recipe, planted_recipe
 from levelhead.studies.study import Cell, Findings, Outcome, Study, StudySettings, Workspace, grid
@@ -43,6 +44,7 @@ class AlarmsSettings(StudySettings):
         null_steps: of each null run; `start`: of the healthy part of planted runs; `after`: after
             the onset.
         every, null_every: steps between sampled steps of planted and of null runs.
+        halves: which halves are run; to work on thresholds, "development" alone.
         keep: a folder in which watched runs are kept, and from which those that it holds are
             taken instead of training them again; for the development of thresholds.
         targets: whether rates that miss the targets make the study fail.
@@ -55,13 +57,15 @@ class AlarmsSettings(StudySettings):
     after: int = Field(default=200, ge=50)
     every: int = Field(default=20, ge=1)
     null_every: int = Field(default=50, ge=1)
+    halves: tuple[Literal["development", "held-out"], ...] = HALVES
     keep: str = ""
     targets: bool = True
 
 
 def _cells(settings: AlarmsSettings) -> list[Cell]:
     cells = []
-    for half, first in (("development", 0), ("held-out", HELD_OUT)):
+    for half in settings.halves:
+        first = HELD_OUT if half == "held-out" else 0
         seeds = range(first, first + settings.seeds)
         cells += grid(run=["planted"], half=[half], seed=seeds)
         seeds = range(first, first + settings.null_seeds)
@@ -96,6 +100,7 @@ def watched(
     """
     if not folder.is_dir():
         part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)  # of a start that was broken off
         first = training.steps
         with watch(
             training.model,
@@ -195,7 +200,7 @@ def _false(alarms: Sequence[Alarm]) -> list[Reading]:
 
 
 def _conclude(settings: AlarmsSettings, outcomes: Mapping[str, Outcome]) -> Findings:
-    return conclude(outcomes, settings.targets)
+    return conclude(outcomes, settings.targets, settings.halves)
 
 
 def _limits(settings: AlarmsSettings) -> list[str]:

@@ -57,9 +57,10 @@ class Fault:
     rate is a fiftieth from before the onset, so that the loss gains nothing by it), "copy" (heads
     become the first of `heads`), "fade" (their output), "stiffen" (the embedding, which a norm
     follows, shrinks), "imbalance" (the first matrix of an MLP grows, the second shrinks), "bounce"
-    (weights jump away and back, each time elsewhere), "batches" (targets are random in half of each period of steps); ramp:
-    steps of its growth, or the period of what alternates; strength: the factor of the largest
-    logit, of norms or of λ_max, the share that stays a head's own, the rise of the loss.
+    (weights jump away and back, each time elsewhere), "batches" (targets are random in half of each
+    period of steps); ramp: steps of its growth, or the period of what alternates; strength: the
+    factor of the largest logit, of norms or of λ_max, the share that stays a head's own, the rise
+    of the loss.
     """
 
     name: str

@@ -126,10 +126,18 @@ class _Task:
     order: Tensor
     truth: Tensor
 
-    def batch(self, draw: torch.Generator, held: bool = False) -> tuple[Tensor, Tensor]:
-        """Inputs and targets; `held`: of digits, those that training never sees."""
-        x, y = self._clean(draw, 64 if held else self.recipe.batch, held)
-        if self.recipe.noise and not held:
+    def batch(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one step."""
+        return self._noisy(self._clean(draw, self.recipe.batch, held=False), draw)
+
+    def large(self, draw: torch.Generator, held: bool = False) -> tuple[Tensor, Tensor]:
+        """64 examples, for what is measured; `held`: clean ones, and digits never trained on."""
+        clean = self._clean(draw, 64, held)
+        return clean if held else self._noisy(clean, draw)
+
+    def _noisy(self, clean: tuple[Tensor, Tensor], draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = clean
+        if self.recipe.noise:
             wrong = torch.rand(y.shape, generator=draw) < self.recipe.noise
             y = torch.where(wrong, torch.randint(0, 10, y.shape, generator=draw), y)
         return x, y
@@ -239,8 +247,8 @@ class Training:
         self.steps = 0
         self.rate_factor = 1.0
         self.spoil: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None
-        self._fixed = self._task.batch(torch.Generator().manual_seed(31 * seed + 9))
-        self._held = self._task.batch(torch.Generator().manual_seed(31 * seed + 10), held=True)
+        self._fixed = self._task.large(torch.Generator().manual_seed(31 * seed + 9))
+        self._held = self._task.large(torch.Generator().manual_seed(31 * seed + 10), held=True)
 
     def twin(self) -> Training:
         """A copy that goes on by itself as this one would."""

@@ -58,7 +58,8 @@ class CollapseSettings(StudySettings):
         penalties, weights: arms B and C, and their grid λ. shares: of the low-rank head core, as
             many as there are weights.
         heads, width, batch, epochs, epoch_steps: of the models and their training.
-        text_epochs: of tasks of texts; tokens: at most so many words.
+        text_epochs, recall_epochs: of tasks that are learnt more slowly; recall has twice the
+            training examples. tokens: at most so many words.
         training, validation, test: examples of tasks made on the spot and of digits; stored: the
             same three of tasks that are read from files.
         every: steps between Readings.
@@ -66,10 +67,10 @@ class CollapseSettings(StudySettings):
     """
 
     seeds: int = Field(default=10, ge=2)
-    search_seeds: int = Field(default=2, ge=1)
+    search_seeds: int = Field(default=3, ge=1)
     selection_seeds: int = Field(default=3, ge=1)
     tasks: tuple[str, ...] = ("copy", "digits")
-    confirm: tuple[str, ...] = ("sst2",)
+    confirm: tuple[str, ...] = ("recall", "sst2")
     text: str = ""
     data: str = ""
     optimisers: tuple[str, ...] = ("adam-0.0003", "adam-0.001", "adam-0.02", "sgd-0.1")
@@ -85,6 +86,7 @@ class CollapseSettings(StudySettings):
     epochs: int = Field(default=13, ge=1)
     epoch_steps: int = Field(default=31, ge=1)
     text_epochs: int = Field(default=24, ge=1)
+    recall_epochs: int = Field(default=32, ge=1)
     tokens: int = Field(default=32, ge=2)
     training: int = Field(default=1000, ge=8)
     stored: tuple[int, int, int] = (7000, 900, 2000)
@@ -160,13 +162,13 @@ def _selected_and_judged(
     cells = []
     for arm in arms:
         for weight in found.grid(arm):
-            strength = found.strength(task, arm, weight)
-            if strength is not None:
+            told = found.strength(task, arm, weight)
+            if told is not None:
                 cells += [
-                    _cell("select", task, start, arm, weight, seed, strength)
+                    _cell("select", task, start, arm, weight, seed, told)
                     for seed in range(settings.selection_seeds)
                 ]
-    chosen = {arm: weight for arm in arms if (weight := found.weight(task, arm)) is not None}
+    chosen = {arm: best for arm in arms if (best := found.weight(task, arm)) is not None}
     if not any(arm.startswith("C") for arm in chosen):
         return cells
     plain = Start(start.optimiser, start.rate, 1.0, 1.0, start.depth)
@@ -176,9 +178,10 @@ def _selected_and_judged(
             _cell("verdict", task, plain, "O", 0.0, seed),
             _cell("verdict", task, start, "E.naive", 1.0, seed),
         ]
-        for arm, weight in chosen.items():
-            told = found.strength(task, arm, weight)
-            cells.append(_cell("verdict", task, start, arm, weight, seed, told))
+        cells += [
+            _cell("verdict", task, start, arm, weight, seed, found.strength(task, arm, weight))
+            for arm, weight in chosen.items()
+        ]
     return cells
 
 
@@ -187,6 +190,8 @@ def _selected_and_judged(
 
 def _task(settings: CollapseSettings, name: str, seed: int) -> Task:
     sizes = (settings.training, settings.validation, settings.test)
+    if name == "recall":
+        sizes = (2 * settings.training, *sizes[1:])
     sizes = sizes if name in MADE else settings.stored
     return make_task(
         name, sizes, seed, text=settings.text, data=settings.data, tokens=settings.tokens
@@ -195,6 +200,7 @@ def _task(settings: CollapseSettings, name: str, seed: int) -> Task:
 
 def _plan(settings: CollapseSettings, task: Task) -> Plan:
     epochs = settings.text_epochs if task.padding is not None else settings.epochs
+    epochs = settings.recall_epochs if task.name == "recall" else epochs
     sizes = (settings.batch, settings.heads, settings.width, settings.every)
     return Plan(epochs, settings.epoch_steps, *sizes)
 
@@ -288,6 +294,8 @@ STUDY = Study(
             "shares": (0.125, 0.25, 0.375, 0.5, 0.75, 1.0),
             "heads": 4,
             "epochs": 40,
+            "text_epochs": 40,
+            "recall_epochs": 80,
         },
     },
     cells=_cells,

@@ -138,7 +138,9 @@ def _verdict_table(found: CollapseOutcomes, task: str) -> Table:
         chosen = found.weight(task, arm) if arm in main_arms(found.settings.penalties) else None
         values[row, 0] = math.nan if chosen is None else chosen
         values[row, 1] = len(found.verdicts(task, arm))
-        for column, name in enumerate((*_JUDGED, f"alarm_{_alarm(found, task)}", "harmful"), 2):
+        for column, name in enumerate(
+            (*_JUDGED, f"alarm_{found.alarm(task) or ALARMED[0]}", "harmful"), 2
+        ):
             numbers = list(found.values(task, arm, name).values())
             values[row, column] = float(np.mean(numbers)) if numbers else math.nan
     return Table(
@@ -150,11 +152,6 @@ def _verdict_table(found: CollapseOutcomes, task: str) -> Table:
         values,
         row_axis="arm",
     )
-
-
-def _alarm(found: CollapseOutcomes, task: str) -> str:
-    alarm = found.alarm(task if task in found.settings.tasks else found.home())
-    return alarm or ALARMED[0]
 
 
 def _robustness_table(found: CollapseOutcomes, task: str) -> Table:

@@ -140,9 +140,10 @@ def _run(settings: ForecastingSettings, cell: Cell, workspace: Workspace) -> Out
 
 
 def _limits(settings: ForecastingSettings) -> list[str]:
+    brief = [name for name in settings.sets if name in settings.brief]
     said = [
-        f"Rows of {', '.join(settings.brief)} run with one seed at the first horizon only."
-        if settings.brief
+        f"One seed, the first horizon and no temporal attention for {', '.join(brief)}."
+        if brief
         else "",
         "Temporal attention runs at fewer horizons and with fewer seeds than the others: "
         f"{', '.join(map(str, settings.temporal_horizons))} with {settings.temporal_seeds}.",

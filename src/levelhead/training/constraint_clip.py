@@ -362,7 +362,7 @@ class QKClip:
         self._refused |= {skip.name for skip in new}
         layers = f"{len(new)} layer{'s' if len(new) > 1 else ''}"
         warnings.warn(
-            f"QK-clip leaves {layers} as they are: {new[0]}.", LevelheadWarning, stacklevel=3
+            f"QK-clip leaves {layers} unclipped: {new[0]}.", LevelheadWarning, stacklevel=3
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from levelhead.base.errors import InputError
 from levelhead.training.schedules import Constant, Schedule
 
-__all__ = ["Penalty", "PenaltySum", "Quantity"]
+__all__ = ["Penalty", "PenaltySum", "Quantity", "checked_weight", "is_number"]
 
 
 class Quantity(Protocol):
@@ -74,7 +75,7 @@ class Penalty:
     ) -> None:
         self.name = name
         self.quantity = quantity
-        self.weight = _checked(weight)
+        self.weight = checked_weight(weight)
         self.symmetry = tuple(symmetry)
         self.schedule: Schedule = Constant() if schedule is None else schedule
         self.steps = 0
@@ -108,7 +109,7 @@ class Penalty:
     def reweighted(self, weight: float, schedule: Schedule | None = None) -> Penalty:
         """The same penalty with another weight (and schedule), at step 0."""
         other = copy.copy(self)
-        other.weight, other.steps = _checked(weight), 0
+        other.weight, other.steps = checked_weight(weight), 0
         other.schedule = self.schedule if schedule is None else schedule
         return other
 
@@ -215,7 +216,21 @@ class PenaltySum:
         return self.name
 
 
-def _checked(weight: float) -> float:
-    if not (math.isfinite(weight) and weight >= 0):
-        raise InputError(f"weight={weight} was given; expected a finite number of at least 0")
+def is_number(value: object) -> bool:
+    """Whether `value` is a real number that is finite: NumPy's count, booleans do not.
+
+    >>> is_number(0.5), is_number(True), is_number("0.5"), is_number(math.inf)
+    (True, False, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def checked_weight(weight: float) -> float:
+    """The weight as a float. Raises InputError unless it is finite and at least 0.
+
+    >>> checked_weight(1)
+    1.0
+    """
+    if not (is_number(weight) and weight >= 0):
+        raise InputError(f"weight={weight!r} was given; expected a finite number of at least 0")
     return float(weight)

@@ -1,6 +1,7 @@
 """Snapshots of attention weights, and the process that decomposes them while training goes on.
 
-    snapshots/step-00000500.safetensors   q, k, v, o of every layer, as step 500 started from them
+    snapshots/step-00000500.safetensors   q, k, v, o of every layer, as step 500 started from them,
+                                          the norm in front folded
     snapshots/step-00000500.done          its analysis is written
     snapshots/analysis.log                what the process had to say on stderr
 
@@ -41,10 +42,19 @@ from levelhead.invariants.catalogue import catalogue
 from levelhead.invariants.decompositions import cp_of
 from levelhead.invariants.spectral import stack_of
 from levelhead.tensors.tucker import tucker_of_stack
+from levelhead.training.watch_course import current
 from levelhead.training.watchers import entry_readings
 from levelhead.weights.attention_view import AttentionView
 
-__all__ = ["WRITER", "Analysis", "analyse", "layer_analysis", "read_snapshot", "write_snapshot"]
+__all__ = [
+    "WRITER",
+    "Analysis",
+    "analyse",
+    "drop_snapshots",
+    "layer_analysis",
+    "read_snapshot",
+    "write_snapshot",
+]
 
 WRITER = "analysis"
 _FOLDER = "snapshots"
@@ -95,6 +105,14 @@ def read_snapshot(path: str | os.PathLike[str]) -> tuple[int, list[AttentionView
     except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise broken_file(path, error) from error
     return step, views
+
+
+def drop_snapshots(folder: Path, after: int) -> None:
+    """Remove the snapshots of steps after `after`, which a resumed run takes again."""
+    for path in (folder / _FOLDER).glob("step-*.*"):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) > after:
+            path.unlink(missing_ok=True)
 
 
 def _waiting(folder: Path) -> list[Path]:
@@ -168,7 +186,8 @@ def analyse(folder: str | os.PathLike[str]) -> int:
     done, broken = 0, {}
     with _alone(run.folder / _FOLDER) as alone:
         # Whatever a killed process left; nobody else writes these Readings.
-        held = {_key(r) for r in run.readings() if r.source == "snapshot"} if alone else set()
+        past = current(run.readings()) if alone else []
+        held = {_key(r) for r in past if r.source == "snapshot"}
         while alone and (waiting := [p for p in _waiting(run.folder) if p not in broken]):
             try:
                 _analyse_one(run, waiting[0], held)
@@ -274,6 +293,15 @@ class Analysis:
                 # Somebody has to take note of its end.
                 Thread(target=self._process.wait, daemon=True).start()
         return not _waiting(self.folder)
+
+    def unfinished(self, seconds: float) -> list[str]:
+        """`finish`, and what there is to say if they are not done."""
+        if self.finish(seconds):
+            return []
+        return [
+            "The analysis of snapshots was not done when training ended: it goes on by itself, or "
+            "with python -m levelhead.training.snapshots and this folder."
+        ]
 
 
 def _environment(outer: Mapping[str, str]) -> dict[str, str]:

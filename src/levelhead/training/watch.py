@@ -7,10 +7,16 @@
             run.step(loss)
 
 A *step* is a step of the optimiser that is really made; a *sampled* step is the first of the block
-and every multiple of `every`. All Readings of step t speak of the weights that step t starts from:
-its losses, maps, gradients (before the update, whatever the loop zeroes when) and invariants;
-`update_norm` of what it did. Leaving the block reads the weights once more, under the number of the
-last step, unless that was sampled. Training is bit for bit the same with and without the watcher.
+and every multiple of `every`. One rule says of which weights: Readings of step t speak of those
+that step t starts from, its losses, maps, gradients (before the update, whatever the loop zeroes
+when) and invariants; `update_norm` of what it did. One exception: leaving the block reads the final
+weights, under the number of the last step, with the source "end"; where that step was sampled they
+stand behind what was read before it, and figures and tables show them.
+
+Invariants are those that `levelhead.inspect` gives: of the layer in float64 with the norm in front
+folded. Norms are of weights as they are stored; those of a layer include the norm in front.
+Training is bit for bit the same with and without the watcher, and the model can be copied and
+stored inside the block.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,27 +35,30 @@ from torch import Tensor, nn
 from levelhead.base.errors import InputError, LevelheadError, LevelheadWarning
 from levelhead.base.files import unused_folder
 from levelhead.base.records import Reading, Run
-from levelhead.diagnostics.capture import MapCapture, Probe
+from levelhead.diagnostics.capture import Probe
 from levelhead.invariants.catalogue import Invariant
 from levelhead.training.alarms import Alarm, Detector, Thresholds
 from levelhead.training.snapshots import Analysis, write_snapshot
-from levelhead.training.watch_coverage import Coverage
+from levelhead.training.watch_course import Course, current
+from levelhead.training.watch_coverage import Coverage, say_no_step
+from levelhead.training.watch_hooks import Hook
 from levelhead.training.watch_look import Before, Look
 from levelhead.training.watch_model import (
     LiveLayers,
     bare_module,
     compiled_module,
-    layer_name,
     refuse_unreadable,
 )
+from levelhead.training.watch_observations import Observation, observations
 from levelhead.training.watch_on_batch import OnBatch
-from levelhead.training.watch_records import Recorder, Sink, run_for
-from levelhead.training.watch_settings import WatchSettings
-from levelhead.training.watch_steps import Losses, OptimizerSteps
-from levelhead.training.watchers import DEFAULT_INVARIANTS, chosen_invariants, roughness
+from levelhead.training.watch_process import write_process
+from levelhead.training.watch_records import Recorder, Sink, discard, run_for
+from levelhead.training.watch_settings import WatchSettings, check_watch_arguments
+from levelhead.training.watch_steps import LossReadings, OptimizerSteps
+from levelhead.training.watchers import DEFAULT_INVARIANTS
 from levelhead.weights.layouts import Layout
 
-__all__ = ["Watch", "watch"]
+__all__ = ["Watch", "check_watch_arguments", "watch"]
 
 # What a reading may raise at a later step without ending the training.
 _FAILURES = (
@@ -96,7 +106,7 @@ def watch(
             Several in a list make one step together. With a closure the gradients of its last
             evaluation are read. None: the loop calls `run.step(loss)` itself, after each step.
         every: steps between sampled steps.
-        invariants: names of the catalogue, read from the weights in float64; () reads none.
+        invariants: names of the catalogue, read as `levelhead.inspect` does; () reads none.
         maps: whether attention maps are looked at in the first training forward pass of a sampled
             step (one with gradients; evaluation passes are not looked at).
         sharpness: a function of no arguments that gives the loss of a fixed batch, without
@@ -104,19 +114,22 @@ def watch(
         probe_batch: what the model is called with (a tensor, a tuple of arguments, a mapping of
             keywords) in eval mode for the CKA of layers and heads.
         probes: further ways in which maps are seen, see `diagnostics.capture`.
-        layout, arguments: how layers are recognised, as in `levelhead.inspect` (heads=, …).
+        layout, arguments: how layers are recognised, as in `levelhead.inspect` (heads=, …; the
+            names are `weights.settings.SETTABLE`). Heads that a module contradicts are refused.
         out: the run folder, new or empty; by default watched, watched-2, ….
         resume: True goes on with the run in `out`, numbers of steps included; a whole number says
-            how many steps there were (that of the checkpoint that was loaded).
+            how many steps there were (that of the checkpoint that was loaded): what the folder
+            holds of later ones is superseded.
         snapshots: every so many steps the attention weights are stored, and decomposed by another
             process (`training.snapshots`). Leaving the block waits at most a minute for it.
         sinks: objects with `write(readings)` and `close()`, such as `adapters.tracking` has.
         alarms: False for none; Thresholds of your own.
 
-    At the first sampled step an error in any of these is raised; later it is a warning, and so is a
-    folder that can no longer be written: training goes on.
+    At the first sampled step an error in any of these is raised, and a new folder is left as it was
+    found; later it is a warning, and so is a folder that can no longer be written, or a loss that
+    is not finite: training goes on.
 
-    Raises InputError for arguments that cannot be used, a folder in use, sharded (FSDP, DTensor) or
+    Raises InputError for arguments that cannot be used or are unknown, a folder in use, sharded (FSDP, DTensor) or
     quantised weights, and NothingMatched if no attention layer is recognised where one is needed.
 
     >>> import tempfile
@@ -131,13 +144,11 @@ def watch(
     >>> sorted({r.step for r in run.readings() if r.name == "qk_effective_rank"})
     [1, 2, 4]
     """
-    chosen = chosen_invariants(() if invariants is None else invariants)
-    ways, outlets = tuple(probes), tuple(sinks)
-    settings = WatchSettings(
-        *(every, chosen, maps, sharpness, probe_batch, ways, layout),
-        *(resume, snapshots, rho, outlets, alarms, title, arguments),
-    )
-    settings.check(out)
+    settings = check_watch_arguments(
+        out=out, every=every, invariants=invariants, maps=maps, sharpness=sharpness,
+        probe_batch=probe_batch, probes=probes, layout=layout, resume=resume, snapshots=snapshots,
+        rho=rho, sinks=sinks, alarms=alarms, title=title, **arguments,
+    )  # fmt: skip
     folder = unused_folder("watched") if out is None else Path(out)
     return Watch(model, optimizer, folder, settings)
 
@@ -171,8 +182,7 @@ class Watch:
         )
         self._stack = ExitStack()
         self._recorder: Recorder | None = None
-        self._losses = Losses()
-        self._window: list[float] = []
+        self._losses = LossReadings()
         self._first = 1
         self._sampled: set[int] = set()
         self._pending: list[Reading] = []
@@ -182,7 +192,8 @@ class Watch:
         self._closing = False
         self._analysis: Analysis | None = None
         self._told: set[str] = set()
-        self._entered = False
+        self._entered = self._left = False
+        self._failed = False
 
     # ── the block ──
 
@@ -192,6 +203,7 @@ class Watch:
         self._entered = True
         if _rank() != 0:
             return self
+        self._made_folder = not self.folder.exists()
         settings = self._settings
         optimizers = [] if self._optimizers is None else self._optimizers.optimizers
         names = self._layers.names
@@ -199,9 +211,10 @@ class Watch:
             self.folder,
             settings.title or f"Training of {type(self._model).__name__}",
             settings.stored(self._model, optimizers, names),
-            settings.resume is not False,
+            settings.resume,
         )
-        self.steps = last if isinstance(settings.resume, bool) else settings.resume
+        write_process(run.folder)
+        self.steps = last
         self._first = self.steps + 1
         limits = settings.alarms if isinstance(settings.alarms, Thresholds) else None
         detector = Detector(limits) if settings.alarms is not False else None
@@ -219,34 +232,19 @@ class Watch:
 
     def _attach(self) -> None:
         if self._settings.maps or self._settings.probes:
-            self._capture_maps()
+            self._look.capture_maps(self._callee, self._settings.probes)
             # Such a layer leaves its fast path of evaluation when it has a hook.
             if not isinstance(self._model, nn.TransformerEncoderLayer):
-                hook = self._model.register_forward_pre_hook(self._forward)
+                hook = self._model.register_forward_pre_hook(Hook(self._forward))
                 self._stack.callback(hook.remove)
         if self._optimizers is not None:
             self._optimizers.attach()
             self._stack.callback(self._optimizers.detach)
         self._prepare()
 
-    def _capture_maps(self) -> None:
-        """Capture the maps of the layers as they are now."""
-        if self._look.capture is not None:
-            self._look.capture.__exit__(None, None, None)
-            self._look.capture = None
-        heads = {
-            self._layers.module_path(layer_name(plan)): plan.sizes.heads
-            for plan in self._layers.plans
-        }
-        capture = MapCapture(self._callee, list(heads), self._settings.probes, heads=heads)
-        capture.__enter__()
-        self._look.capture = capture
-
     def _detach(self) -> None:
         self._stack.close()
-        if self._look.capture is not None:
-            self._look.capture.__exit__(None, None, None)
-            self._look.capture = None
+        self._look.release()
 
     def __exit__(
         self,
@@ -254,45 +252,46 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._left = True
         if self._recorder is None:
             return
         self._closing = True
         self._detach()
         self._pending = []  # of a step that was begun and not made
         recorder, made = self._recorder, self.steps - self._first + 1
-        if made and self.steps not in self._sampled:
-            self._pending += self._try("weights", lambda: self._look.weights(self.steps))
-        if made:
-            self._pending.append(Reading("finished", 1.0, "1", {}, self.steps, "loop"))
+        if self._failed and self._settings.resume is False:
+            recorder.close()
+            discard(self.folder, self._made_folder)
+            return
         self._write()
+        if made:
+            last = self._try("weights", lambda: self._look.weights(self.steps))
+            last = [replace(reading, source="end") for reading in last]
+            end = Reading("finished", 1.0, "1", {}, self.steps, "loop")
+            recorder.write([*last, end], judged=self.steps not in self._sampled)
+            if self._losses.none:
+                recorder.note(["No loss was handed over: call run.step(loss) once a step."])
         if error is not None:
             recorder.note([f"Ended by {type(error).__name__} after step {self.steps}."])
         self._finish_snapshots(wait=error is None)
         self._try("figures", recorder.draw)
         recorder.close()
-        if made or error is not None:
-            return
-        if self._optimizers is None:
-            raise InputError(
-                "no step was seen: without an optimizer, run.step(loss) has to be called after "
-                "each step of the loop; or give watch the optimizer"
-            )
-        warnings.warn(
-            "no step was seen: the optimizer that was given to watch made none; give the one that "
-            "the loop steps",
-            LevelheadWarning,
-            stacklevel=2,
-        )
+        if not made and error is None:
+            say_no_step(self._optimizers is not None)
 
     # ── what the loop may call ──
 
     def step(self, loss: Any = None, validation: Any = None) -> None:
         """Hand over the loss of a step, and a validation loss if there is one.
 
-        With an optimizer it may be called before or after its step, once a step. Without, the call
-        is the step: weights and gradients are read as they are now. Nothing waits for the GPU
-        between sampled steps. Raises InputError for anything that is not one number.
+        With an optimizer it may be called before or after its step, once a step or once a
+        micro-batch: losses between two steps are averaged. Without, the call is the step: weights
+        and gradients are read as they are now. Nothing waits for the GPU between sampled steps.
+        Raises InputError for anything that is not one number, and outside the block.
         """
+        self._refuse_outside()
+        if self._left:
+            raise InputError("run.step was called after the block of the watch had ended")
         if self._recorder is None:
             return
         if self._optimizers is not None:
@@ -310,13 +309,20 @@ class Watch:
         """Store a number of your own, such as "validation_loss", under the steps made so far.
 
         It is written at once, and seen by alarms and sinks. Raises InputError for anything that is
-        not a number.
+        not a number, and before the block.
         """
+        self._refuse_outside()
         if self._recorder is None:
             return
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         reading = Reading(name, number, unit, where, self.steps, "loop")
         self._recorder.write([reading], judged=name == "validation_loss")
+
+    def _refuse_outside(self) -> None:
+        if not self._entered:
+            raise InputError(
+                "this watch was not entered: write `with levelhead.watch(…) as run:` around the loop"
+            )
 
     @property
     def coverage(self) -> dict[str, str]:
@@ -328,9 +334,20 @@ class Watch:
         """The alarms raised so far in this block; empty on processes that do not write."""
         return [] if self._recorder is None else list(self._recorder.alarms)
 
+    @property
+    def observations(self) -> list[Observation]:
+        """What looks like a pathology and raised no alarm, with the reason (`watch_observations`).
+
+        From all Readings of the run folder; raises StoredFileError while there is no run.
+        """
+        return observations(Course(self.readings()), self.alarms)
+
     def readings(self) -> list[Reading]:
-        """All Readings of the run folder. Raises StoredFileError while there is no run."""
-        return Run.open(self.folder).readings()
+        """All Readings of the run folder that no resumption superseded.
+
+        Raises StoredFileError while there is no run.
+        """
+        return current(Run.open(self.folder).readings())
 
     def notes(self) -> list[str]:
         """The notes of the run folder. Raises StoredFileError while there is no run."""
@@ -412,15 +429,8 @@ class Watch:
     def _write(self) -> None:
         """Losses since the last time, and whatever is pending."""
         assert self._recorder is not None
-        losses = self._losses.take(self.steps)
-        found = [Reading(name, value, "1", {}, step, "loop") for name, step, value in losses]
-        self._window += [value for name, _, value in losses if name == "loss"]
-        rough = roughness(self._window)
-        if rough == rough and losses:
-            found.append(Reading("loss_roughness", rough, "1", {}, losses[-1][1], "loop"))
-        self._window = self._window[-2:]
         pending, self._pending = self._pending, []
-        self._recorder.write([*found, *pending])
+        self._recorder.write([*self._losses.readings(self.steps), *pending])
 
     def _try(self, what: str, read: Callable[[], list[Reading] | None]) -> list[Reading]:
         """What `read` gives; after the first sampled step a failure is a warning, once each."""
@@ -428,6 +438,9 @@ class Watch:
             return read() or []
         except _FAILURES as error:
             if not (self._sampled or self._closing):
+                self._failed = True
+                if what in ("sharpness", "probe_batch"):
+                    error.add_note(f"Raised while watch read its argument {what} at the first step")
                 raise
             if what not in self._told:
                 self._told.add(what)
@@ -444,7 +457,8 @@ class Watch:
         assert self._recorder is not None
         if not self._sampled:
             self._recorder.note(self._coverage.begin(self._look, step))
-        notes, self._on_batch.notes = self._on_batch.notes, []
+        notes = [*self._on_batch.notes, *self._look.notes]
+        self._on_batch.notes, self._look.notes = [], []
         self._recorder.note(n for n in notes if n not in self._told)
         self._told |= set(notes)
         for sentence in self._coverage.lost(self._look, step):
@@ -460,7 +474,7 @@ class Watch:
         if self._look.capture is not None:
             # What was seen of this step's maps is kept; the next one needs new hooks.
             self._pending += self._try("maps", lambda: self._look.maps(step))
-            self._capture_maps()
+            self._look.capture_maps(self._callee, self._settings.probes)
 
     # ── snapshots ──
 
@@ -477,17 +491,11 @@ class Watch:
         if analysis is None or self._recorder is None:
             return
 
-        def finish() -> None:
-            if not analysis.finish(_PATIENCE if wait else 0.0):
-                assert self._recorder is not None
-                self._recorder.note(
-                    [
-                        "The analysis of snapshots was not done when training ended: it goes on by "
-                        "itself, or with python -m levelhead.training.snapshots and this folder."
-                    ]
-                )
-
-        self._try("snapshots", finish)
+        recorder = self._recorder
+        self._try(
+            "snapshots",
+            lambda: recorder.note(analysis.unfinished(_PATIENCE if wait else 0.0)),
+        )
 
 
 def _rank() -> int:

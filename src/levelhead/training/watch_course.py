@@ -1,8 +1,11 @@
 """Readings of a watched run as arrays over steps; plain data, no torch.
 
 Axes: p places (in the natural order of their names: layer 2 before layer 10), s steps, increasing.
-Missing numbers are nan. Of Readings of one name, place and step the last one counts, so that a run
-that was taken up from an earlier step shows what came of it.
+Missing numbers are nan. Of Readings of one name, place and step the last one counts: those of the
+final weights, at the last step, stand behind what was read before that step. A run that was taken
+up from step 20 has a Reading `resumed` with value and step 20: what was read before it and has a
+later step is superseded (`current`); of Readings with the source "snapshot" one of that source says
+so, for another process writes them.
 """
 
 from __future__ import annotations
@@ -16,10 +19,35 @@ from numpy.typing import NDArray
 
 from levelhead.base.records import Reading
 
-__all__ = ["Course", "Grid", "ends_of", "hidden", "natural", "place_name", "thinned"]
+__all__ = ["RESUMED", "Course", "Grid", "current", "ends_of", "hidden", "natural", "place_name", "superseded", "thinned"]
 
 Floats = NDArray[np.float64]
+RESUMED = "resumed"
+
 Key = tuple[str, int, str]  # layer ("" for the run), head (-1 for the layer), other
+
+
+def current(readings: Iterable[Reading]) -> list[Reading]:
+    """The Readings without those that a resumed run has superseded, and without the marks.
+
+    >>> found = [Reading("loss", 1.0, step=30), Reading(RESUMED, 20, step=20),
+    ...          Reading("loss", 2.0, step=21)]
+    >>> [reading.value for reading in current(found)]
+    [2.0]
+    """
+    kept: list[Reading] = []
+    for reading in readings:
+        if reading.name == RESUMED and reading.step is not None:
+            kept = [old for old in kept if not superseded(old, reading)]
+        else:
+            kept.append(reading)
+    return kept
+
+
+def superseded(reading: Reading, mark: Reading) -> bool:
+    """Whether a Reading before the mark of a resumed run counts no longer."""
+    same = (reading.source == "snapshot") == (mark.source == "snapshot")
+    return same and reading.step is not None and reading.step > (mark.step or 0)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
+from levelhead.base.errors import InputError, LevelheadWarning
 from levelhead.training.watch_look import Look
 
-__all__ = ["Coverage", "listed"]
+__all__ = ["Coverage", "listed", "say_no_step"]
 
 
 class Coverage:
@@ -44,6 +46,21 @@ class Coverage:
         for name, why in gone.items():
             reasons.setdefault(why, []).append(name)
         return [f"Step {step}: no maps of {listed(n)}: {why}" for why, n in reasons.items()]
+
+
+def say_no_step(with_optimizer: bool) -> None:
+    """Warn that a block saw no step; raises InputError if the loop had to say when it makes one."""
+    if not with_optimizer:
+        raise InputError(
+            "no step was seen: without an optimizer, run.step(loss) has to be called after "
+            "each step of the loop; or give watch the optimizer"
+        )
+    warnings.warn(
+        "no step was seen: the optimizer that was given to watch made none; give the one that "
+        "the loop steps",
+        LevelheadWarning,
+        stacklevel=3,
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -61,14 +61,15 @@ def _smallest(values: Floats) -> Floats:
 
 
 CURVES = (
-    Curves("entropy", "Attention entropy",
-            "Mean over heads of the entropy of attention rows, as a share of the largest possible: "
+    Curves("entropy", "Entropy share",
+            "Mean over heads of the entropy of attention rows over the largest possible one: "
             "0 is one token, 1 is all tokens alike.",
             ["attention_entropy_share"], _mean, "share"),
     Curves("logits", "Largest logit", "Largest |logit| of each layer, before the softmax.",
             ["largest_logit"], _largest, "logit", log=True),
-    Curves("map_residual", "Distance of the maps to rank one",
-            "Smallest over heads of ‖A - 11ᵀA/n‖/‖A‖: 0 if all rows are the same.",
+    Curves("map_residual", "Rank-one distance",
+            "Smallest over heads of ‖A - C‖/‖A‖, C the map in which all rows have the same "
+            "preferences (behind a causal mask: among the keys that each row may see).",
             ["map_residual"], _smallest, "share"),
     Curves("map_rank", "Effective rank of the maps", "Mean over heads.",
             ["map_effective_rank"], _mean),
@@ -126,7 +127,7 @@ def curve_figures(course: Course, curves: Curves) -> Drawn:
         curves.title,
         says,
         {"x": f"{name}.x", "y": f"{name}.y"},
-        axes={"x": "step", "y": curves.title.lower()} | ({"y_scale": "log"} if curves.log else {}),
+        axes={"x": "Step", "y": curves.title} | ({"y_scale": "log"} if curves.log else {}),
         units={"y": curves.unit} if curves.unit else {},
         labels={"series": labels},
     )
@@ -176,10 +177,10 @@ def entropy_map(course: Course) -> Drawn:
     figure = Figure(
         "watch.entropy_heads",
         "heatmap",
-        "Attention entropy of single heads",
+        "Entropy share of single heads",
         says,
         {"values": "watch.entropy_heads"},
-        axes={"rows": "head", "columns": "step"},
+        axes={"rows": "Head", "columns": "Step"},
         units={"values": "share"},
         labels={
             "rows": [place_name(*grid.places[heads[i]][:2]) for i in shown],

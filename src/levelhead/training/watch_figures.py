@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from levelhead.base.records import Figure, Run
 from levelhead.training.alarm_rates import Rates, shipped_rates
-from levelhead.training.alarm_rules import ALARMS, Thresholds
+from levelhead.training.alarm_rules import ALARMS
 from levelhead.training.alarms import Alarm, sentences
-from levelhead.training.watch_course import Course, Floats, hidden, place_name
+from levelhead.training.watch_course import Course, Floats, current, hidden, place_name
 from levelhead.training.watch_curves import (
     CURVES,
     MOST_STEPS,
@@ -25,6 +25,8 @@ from levelhead.training.watch_curves import (
     entropy_map,
     similarity_maps,
 )
+
+from levelhead.training.watch_observations import observation_sentences, observations
 
 __all__ = ["figures", "redraw"]
 
@@ -42,7 +44,7 @@ def figures(run: Run, rates: Rates | None = None) -> Drawn:
     >>> [figure.says[:24] for figure in figures(run, Rates())[1]]
     ['Nothing was sampled yet.']
     """
-    course = Course(run.readings())
+    course = Course(current(run.readings()))
     found = [Alarm.from_reading(reading) for reading in course.alarms]
     alarms = sorted({alarm.key: alarm for alarm in found}.values(), key=lambda a: (a.since, a.step))
     rates = shipped_rates() if rates is None else rates
@@ -72,7 +74,7 @@ def redraw(run: Run) -> None:
 
 def _verdict(course: Course, alarms: Sequence[Alarm], rates: Rates) -> Drawn:
     """One row an alarm: how often, how often harmful, since when, and how often it is right."""
-    columns = ["raised", "harmful", "first since"]
+    columns = ["raised", "of them harmful", "first since"]
     if rates.alarms:
         columns += ["recall", "at least", "false per 1,000 steps", "at most"]
     table = np.full((len(ALARMS), len(columns)), np.nan)
@@ -91,71 +93,57 @@ def _verdict(course: Course, alarms: Sequence[Alarm], rates: Rates) -> Drawn:
         said = sentences(alarms)[:5]
     else:
         said = [f"No alarm in {course.last_step:,} steps."]
-    said += [*_observations(course, alarms), rates.says()]
+    said += [*observation_sentences(observations(course, alarms)), rates.says()]
     figure = Figure(
         "watch.verdict",
         "table",
         "Alarms",
         " ".join(said),
         {"values": "watch.verdict"},
-        axes={"rows": "alarm"},
+        axes={"rows": "Alarm"},
         labels={"rows": [name.replace("_", " ") for name in ALARMS], "columns": columns},
     )
     return {"watch.verdict": table}, [figure]
 
 
-def _observations(course: Course, alarms: Sequence[Alarm]) -> list[str]:
-    """What looks like a pathology at the last sampled step and raised no alarm, and why not."""
-    limits = Thresholds()
-    found = []
-    for name, reading, limit, what in (
-        ("entropy_collapse", "attention_entropy_share", limits.entropy_level, "is sharp"),
-        ("rank_collapse", "map_residual", limits.rank_level, "is the same in every row"),
-    ):
-        grid = course.grid(reading)
-        if grid.empty:
-            continue
-        alarmed = {(alarm.layer, alarm.head) for alarm in alarms if alarm.name == name}
-        last = grid.values[:, -1]
-        quiet = [
-            f"{layer} head {head}" if head >= 0 else layer
-            for (layer, head, _), value in zip(grid.places, last, strict=True)
-            if value <= limit and (layer, head if head >= 0 else None) not in alarmed
-        ]
-        if quiet:
-            more = f" and {len(quiet) - 3} more" if len(quiet) > 3 else ""
-            found.append(
-                f"Attention {what} in {', '.join(quiet[:3])}{more}: an observation, not an alarm, "
-                "since it began so, or came slowly, or the loss gained by it."
-            )
-    return found
-
-
 def _alarm_table(alarms: Sequence[Alarm]) -> Drawn:
+    """One row for each alarm and layer, its heads together."""
     if not alarms:
         return {}, []
-    shown = [a for a in alarms if a.harmful] + [a for a in alarms if not a.harmful]
-    shown = shown[:MOST_ALARMS]
-    places = [place_name(a.layer or "", -1 if a.head is None else a.head) for a in shown]
-    rows = [
-        f"{alarm.name.replace('_', ' ')}{', ' if place else ''}{place}"
-        for alarm, place in zip(shown, places, strict=True)
-    ]
-    table = np.array([[a.since, a.step, a.value, a.threshold, float(a.harmful)] for a in shown])
-    harms = list(dict.fromkeys(alarm.harm for alarm in shown if alarm.harmful))
+    grouped: dict[tuple[bool, str, str], list[Alarm]] = {}
+    for alarm in sorted(alarms, key=lambda alarm: not alarm.harmful):
+        key = not alarm.harmful, alarm.name, alarm.layer or ""
+        grouped.setdefault(key, []).append(alarm)
+    shown = list(grouped.items())[:MOST_ALARMS]
+    rows, table = [], np.empty((len(shown), 4))
+    for row, ((mild, name, layer), same) in enumerate(shown):
+        place = _heads_of(layer, same)
+        said = f"{name.replace('_', ' ')}{', ' if place else ''}{place}"
+        rows.append(f"{said}; harmful: {'no' if mild else 'yes'}")
+        first = min(same, key=lambda alarm: alarm.since)
+        table[row] = first.since, first.step, first.value, first.threshold
+    harms = list(dict.fromkeys(alarm.harm for alarm in alarms if alarm.harmful))
     says = f"{len(alarms)} alarms, {sum(a.harmful for a in alarms)} of them harmful"
     says += f": {'; '.join(harms[:3])}." if harms else ": the loss shows no harm so far."
-    says += hidden(len(shown), len(alarms), "alarms, the harmful ones first")
+    says += " Numbers are those of the first head of each row."
+    says += hidden(len(shown), len(grouped), "rows, the harmful ones first")
     figure = Figure(
         "watch.alarms",
         "table",
         "Where the alarms were raised",
         says,
         {"values": "watch.alarms"},
-        axes={"rows": "alarm"},
-        labels={"rows": rows, "columns": ["since", "seen", "value", "threshold", "harmful"]},
+        axes={"rows": "Alarm"},
+        labels={"rows": rows, "columns": ["since step", "seen at step", "value", "threshold"]},
     )
     return {"watch.alarms": table}, [figure]
+
+
+def _heads_of(layer: str, alarms: Sequence[Alarm]) -> str:
+    heads = sorted({alarm.head for alarm in alarms if alarm.head is not None})
+    if len(heads) < 2:
+        return place_name(layer, heads[0] if heads else -1)
+    return f"{layer} heads {', '.join(map(str, heads))}".strip()
 
 
 # ── curves ──
@@ -192,7 +180,7 @@ def _loss(course: Course, alarms: Sequence[Alarm]) -> Drawn:
         steps_named = ", ".join(f"{mark:.0f}" for mark in marks[:MOST_MARKS])
         says += f" Upright lines: since when alarms hold (steps {steps_named})."
     positive = finite.min() > 0 and finite.max() > 20 * finite.min()
-    axes = {"x": "step", "y": "loss"} | ({"y_scale": "log"} if positive else {})
+    axes = {"x": "Step", "y": "Loss"} | ({"y_scale": "log"} if positive else {})
     figure = Figure("watch.loss", "lines", "Loss", says, roles, axes, labels={"series": names})
     return arrays, [figure]
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from levelhead.base.errors import InputError, StoredFileError
-from levelhead.base.records import Reading
+from levelhead.base.records import Reading, Run
 from levelhead.training.alarms import Alarm
-from levelhead.training.watch_course import natural
+from levelhead.training.watch_course import RESUMED, Course, current, natural
+from levelhead.training.watch_observations import Observation, observations
+from levelhead.training.watch_process import is_running
 
 __all__ = ["COLUMNS", "KEPT", "Column", "Follower", "sparkline"]
 
@@ -36,7 +39,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("attention_entropy_share", "entropy", "mean"),
+    Column("attention_entropy_share", "entropy share", "mean"),
     Column("largest_logit", "largest logit", "largest"),
     Column("qk_effective_heads", "heads QK", "mean"),
     Column("ov_effective_heads", "heads OV", "mean"),
@@ -71,6 +74,7 @@ class _Step:
     total: float = 0.0
     smallest: float = math.inf
     largest: float = -math.inf
+    source: str = ""
 
     def add(self, value: float) -> None:
         self.count += 1
@@ -104,6 +108,9 @@ class Follower:
         self._offsets: dict[Path, int] = {}
         self._wanted = {column.reading for column in COLUMNS} | set(_RUN)
         self._series: dict[tuple[str, str], deque[_Step]] = {}
+        self._observed: list[Observation] = []
+        self._observed_step = 0
+        self._observe_at = 0.0
 
     @property
     def exists(self) -> bool:
@@ -143,10 +150,15 @@ class Follower:
     def _forget(self) -> None:
         self.step, self.finished = 0, False
         self.alarms.clear()
+        self._observed = []
         self._series.clear()
 
     def _take(self, reading: Reading) -> None:
         if reading.step is None:
+            return
+        if reading.name == RESUMED:
+            if reading.source != "snapshot":
+                self._resume(reading.step)
             return
         if reading.name == "finished":
             self.finished = True
@@ -165,12 +177,51 @@ class Follower:
         if series and series[-1].step > reading.step:
             while series and series[-1].step >= reading.step:
                 series.pop()  # the run was taken up from an earlier step
+        if series and series[-1].step == reading.step and reading.source == "end" != series[-1].source:
+            series.pop()  # the final weights stand in the place of those before the last step
         if not series or series[-1].step != reading.step:
-            series.append(_Step(reading.step))
+            series.append(_Step(reading.step, source=reading.source))
         if not math.isnan(reading.value):
             series[-1].add(reading.value)
 
+    def _resume(self, step: int) -> None:
+        """The run was taken up from this step: what came later counts no longer."""
+        self.step, self.finished = min(self.step, step), False
+        self.alarms = {key: alarm for key, alarm in self.alarms.items() if alarm.step <= step}
+        for series in self._series.values():
+            while series and series[-1].step > step:
+                series.pop()
+
     # ── what is shown ──
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process that trained is gone though no end was recorded."""
+        return not self.finished and is_running(self.folder) is False
+
+    def notes(self) -> list[str]:
+        """What the run has noted; nothing while there is no run."""
+        return Run.open(self.folder).notes() if self.exists else []
+
+    def refuse_others(self) -> None:
+        """Raises InputError for a run of another kind, such as a study's."""
+        command = Run.open(self.folder).command
+        if command != "watch":
+            raise InputError(
+                f"{self.folder} is not a watched run (it was made by {command or 'something else'}"
+                "): give the folder that is named by levelhead.watch(out=…), or use "
+                "levelhead report."
+            )
+
+    def observations(self) -> list[Observation]:
+        """See `watch_observations`; all Readings are read for it, but not too often."""
+        now = time.monotonic()
+        if self.step != self._observed_step and now >= self._observe_at and self.exists:
+            course = Course(current(Run.open(self.folder).readings()))
+            self._observed = observations(course, list(self.alarms.values()))
+            self._observed_step = self.step
+            self._observe_at = time.monotonic() + 20 * (time.monotonic() - now)
+        return self._observed
 
     def layers(self) -> list[str]:
         """Names of the layers of which anything was read, in natural order."""
@@ -200,6 +251,7 @@ class Follower:
             past = self.history(name)
             found[name] = past[-1] if past else None
         found |= {"layers": self.rows(), "finished": self.finished}
+        found |= {"running": False if self.finished else is_running(self.folder)}
         found["alarms"] = [
             {
                 **{part: getattr(alarm, part) for part in ("name", "since", "step", "layer")},
@@ -208,6 +260,8 @@ class Follower:
             }
             for alarm in self.alarms.values()
         ]
+        found["observations"] = [asdict(one) for one in self.observations()]
+        found["notes"] = self.notes()
         return {name: _finite(value) for name, value in found.items()}
 
 

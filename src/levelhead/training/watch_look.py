@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from levelhead.base.numerics import threads
 from levelhead.base.records import Reading
 from levelhead.diagnostics.attention_maps import MapStatistics
-from levelhead.diagnostics.capture import MapCapture
+from levelhead.diagnostics.capture import MapCapture, Probe
 from levelhead.invariants.catalogue import Invariant
-from levelhead.training.watch_model import LiveLayers
+from levelhead.training.watch_hooks import WatchedCapture
+from levelhead.training.watch_model import LiveLayers, layer_name
 from levelhead.training.watchers import (
+    folded_view,
     map_readings,
     norm_readings,
     trainable,
@@ -31,6 +33,10 @@ __all__ = ["Before", "Look"]
 
 # Layers wider than this keep all threads busy; narrower ones are faster on one.
 _WIDE = 1024
+_NO_GRADIENTS = (
+    "No gradient norms: no parameter had a gradient when a sampled step was read. A loop without an "
+    "optimizer in watch has to call run.step before it drops them."
+)
 
 
 @contextmanager
@@ -70,11 +76,31 @@ class Look:
     missing: dict[str, str] = field(default_factory=dict)
     seen: dict[str, str] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    # ── capturing ──
+
+    def capture_maps(self, callee: nn.Module, probes: Sequence[Probe]) -> None:
+        """Capture the maps of the layers as they are now, where `callee` is what the loop calls."""
+        self.release()
+        heads = {
+            self.layers.module_path(layer_name(plan)): plan.sizes.heads
+            for plan in self.layers.plans
+        }
+        capture = WatchedCapture(callee, list(heads), probes, heads=heads)
+        capture.__enter__()
+        self.capture = capture
+
+    def release(self) -> None:
+        """Capture no more."""
+        if self.capture is not None:
+            self.capture.__exit__(None, None, None)
+            self.capture = None
 
     # ── weights ──
 
     def weights(self, step: int) -> list[Reading]:
-        """The chosen invariants of every layer, and norms of weights."""
+        """The chosen invariants of every layer, folded, and norms of the weights as they are."""
         with _plain_numbers(self.model):
             self.layers.refresh()
             named = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -85,14 +111,16 @@ class Look:
             widest = max((max(self.layers.shapes[n]) for p in plans for n in p.reads), default=1)
             with threads(1 if widest <= 4 * _WIDE else None):
                 for plan in plans:
-                    found += weight_readings(self.layers.view(plan), self.chosen, step)
+                    view = folded_view(self.layers.view(plan))
+                    found += weight_readings(view, self.chosen, step)
         return found
 
     def views(self) -> list[AttentionView]:
-        """The layers as they are now."""
+        """The layers as they are now, folded as for `weights`, in the dtype they have."""
         with _plain_numbers(self.model):
             self.layers.refresh()
-            return [self.layers.view(plan) for plan in self.layers.plans]
+            live = [self.layers.view(plan) for plan in self.layers.plans]
+            return [folded_view(view).map(lambda t, d=view.q.dtype: t.to(d)) for view in live]
 
     # ── one step ──
 
@@ -102,7 +130,11 @@ class Look:
         return Before(live, {name: p.detach().clone() for name, p in live.items()})
 
     def updates(self, before: Before, step: int) -> list[Reading]:
-        """‖w_after - w_before‖; uses up the copies."""
+        """‖w_after - w_before‖; uses up the copies.
+
+        Of what the optimiser's step did: constraints that move weights after it, in the loop, are
+        not in it.
+        """
         with _plain_numbers(self.model):
             names = [n for n, p in before.live.items() if p.shape == before.copies[n].shape]
             moved = [before.copies[n] for n in names]
@@ -111,13 +143,19 @@ class Look:
             return norm_readings("update_norm", tensors, self.layers.parameters(), step)
 
     def gradients(self, step: int, factor: float) -> list[Reading]:
-        """Norms of the gradients that are there; parameters without one count as zero."""
+        """Norms of the gradients that are there; parameters without one count as zero.
+
+        Nothing if no parameter has one: then they were dropped before they could be read.
+        """
         with _plain_numbers(self.model):
             tensors = {
                 name: p.grad.detach()
                 for name, p in self.model.named_parameters()
                 if p.grad is not None
             }
+            if not tensors:
+                self.notes.append(_NO_GRADIENTS)
+                return []
             return norm_readings(
                 "gradient_norm", tensors, self.layers.parameters(), step, factor=factor
             )

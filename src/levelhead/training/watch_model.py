@@ -30,7 +30,7 @@ from levelhead.training.second_pass import frozen_power_iteration
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.checkpoints import open_weights
 from levelhead.weights.layouts import LayerPlan, Layout, NothingMatched, find_layers, views
-from levelhead.weights.settings import Settings
+from levelhead.weights.settings import ALIASES, Settings
 
 __all__ = ["LiveLayers", "bare_module", "compiled_module", "layer_name", "refuse_unreadable"]
 
@@ -41,6 +41,7 @@ _PIECES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 _PACKED = ("Linear8bitLt", "Linear4bit", "Params4bit", "Int8Params", "QuantLinear", "WQLinear")
 _COUNTS = ("heads", "kv_heads", "head_dim")
+_HEADS = {"heads", *ALIASES["heads"]}
 _FLOAT8 = tuple(str(t) for n in dir(torch) if n.startswith("float8") and (t := getattr(torch, n)))
 
 
@@ -241,7 +242,8 @@ class LiveLayers:
         model: the bare module.
         layout, arguments: as for `weights.layouts.match`.
 
-    Raises InputError for a wrong layout or argument. `changed` holds a sentence for every time that
+    Raises InputError for a wrong layout or argument, and for heads that contradict the num_heads of
+    a module. `changed` holds a sentence for every time that
     shapes changed (heads that were pruned), and is emptied by whoever reads it.
     """
 
@@ -286,6 +288,19 @@ class LiveLayers:
         )
         self.plans = tuple(plans)
         self.skipped = tuple(str(skip) for skip in skipped)
+        if heads is None:
+            self._refuse_contradiction()
+
+    def _refuse_contradiction(self) -> None:
+        """Arguments stand before attributes, but a module that is at hand knows its heads."""
+        for plan in self.plans if _HEADS & self.arguments.keys() else ():
+            module = self.model.get_submodule(self._real.get(plan.name, plan.name))
+            own = getattr(module, "num_heads", None)
+            if isinstance(own, int) and own != plan.sizes.heads:
+                raise InputError(
+                    f"heads={plan.sizes.heads} was given, but {layer_name(plan)} "
+                    f"({type(module).__name__}) has num_heads={own}: leave heads out"
+                )
 
     @property
     def shapes(self) -> dict[str, Shape]:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from levelhead.base.errors import InputError, LevelheadError, LevelheadWarning
-from levelhead.base.records import Reading, Run
+from levelhead.base.records import RUN_FILES, Reading, Run
 from levelhead.training.alarms import Alarm, Detector, sentences
+from levelhead.training.snapshots import WRITER, drop_snapshots
+from levelhead.training.watch_course import RESUMED, current
 from levelhead.training.watch_figures import figures
+from levelhead.training.watch_process import PROCESS_FILE
 
-__all__ = ["Recorder", "Sink", "run_for"]
+__all__ = ["Recorder", "Sink", "discard", "run_for"]
 
 
 class Sink(Protocol):
@@ -31,20 +35,50 @@ class Sink(Protocol):
         """Nothing more will come."""
 
 
-def run_for(out: Path, title: str, settings: Mapping[str, Any], resume: bool) -> tuple[Run, int]:
-    """The run in `out`, and the last step it knows of; a folder in use is refused.
+def run_for(
+    out: Path, title: str, settings: Mapping[str, Any], resume: bool | int
+) -> tuple[Run, int]:
+    """The run in `out`, and the step it goes on from; a folder in use is refused.
+
+    `resume` is as for `watch`: True goes on from the last step. What was read after the step that
+    a run goes on from is marked as superseded, and its snapshots are removed.
 
     Raises InputError for a folder that holds anything, unless it is to be resumed, and for
     settings that are not those of the run that is resumed.
     """
-    if not resume and out.is_dir() and (held := sorted(path.name for path in out.iterdir())):
+    resumed = resume is not False
+    if not resumed and out.is_dir() and (held := sorted(path.name for path in out.iterdir())):
         raise InputError(
             f"{out} is in use (it holds {held[0]}): choose an empty folder, or give resume=True to "
             "go on with the run that is there"
         )
-    run = Run.create(out, title=title, command="watch", settings=settings, resume=resume)
-    steps = [r.step for r in run.readings() if r.step is not None] if resume else []
-    return run, max(steps, default=0)
+    run = Run.create(out, title=title, command="watch", settings=settings, resume=resumed)
+    readings = current(run.readings()) if resumed else []
+    last = max((r.step for r in readings if r.step is not None), default=0)
+    if isinstance(resume, bool):
+        return run, last
+    if last > resume:
+        later = [r for r in readings if r.step is not None and r.step > resume]
+        run.add_readings([Reading(RESUMED, resume, "1", {}, resume, "loop")])
+        drop_snapshots(out, resume)
+        if any(r.source == "snapshot" for r in later):
+            run.add_readings([Reading(RESUMED, resume, "1", {}, resume, "snapshot")], WRITER)
+    return run, resume
+
+
+def discard(folder: Path, made: bool) -> None:
+    """Remove what a run wrote that failed before it had read anything, so that it can be repeated.
+
+    The folder itself too if it was `made` for the run. Files that are not a run's stay, and so does
+    whatever cannot be removed.
+    """
+    with suppress(OSError):
+        drop_snapshots(folder, -1)
+        for pattern in (*RUN_FILES, PROCESS_FILE):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        if made:
+            folder.rmdir()
 
 
 class Recorder:
@@ -61,7 +95,8 @@ class Recorder:
     def remember(self) -> None:
         """Feed the alarms what a resumed run has seen before; nothing of it is told again."""
         if self._detector is not None:
-            self._detector.update(r for r in self.run.readings() if r.source != "snapshot")
+            past = [r for r in current(self.run.readings()) if r.source not in ("snapshot", "end")]
+            self._detector.update(past)
 
     def write(self, readings: Sequence[Reading], judged: bool = True) -> list[Alarm]:
         """Store Readings and the alarms they raise (if they are judged); returns the alarms."""
@@ -103,7 +138,15 @@ class Recorder:
         for reading in readings:
             if reading.name == "loss" and not math.isfinite(reading.value):
                 self._bad_loss = True
-                self.note([f"The loss was {reading.value} at step {reading.step}."])
+                # A rule of the alarms for losses that diverge would stand here.
+                said = f"The loss was {reading.value} at step {reading.step}."
+                self.note([said])
+                warnings.warn(
+                    f"{said} Training goes on; usual cures are a lower rate, a longer warm-up and "
+                    "clipped gradients.",
+                    LevelheadWarning,
+                    stacklevel=2,
+                )
                 return
 
     def _guard(self, put: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from levelhead.diagnostics.capture import Probe
 from levelhead.invariants.catalogue import Invariant
 from levelhead.training.alarms import Thresholds
 from levelhead.training.watch_records import Sink
+from levelhead.training.watchers import DEFAULT_INVARIANTS, chosen_invariants
 from levelhead.weights.layouts import Layout
+from levelhead.weights.settings import ALIASES, SETTABLE
 
-__all__ = ["WatchSettings"]
+__all__ = ["WatchSettings", "check_watch_arguments"]
+
+_MODEL_SETTINGS = {*SETTABLE, *(name for names in ALIASES.values() for name in names)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +46,13 @@ class WatchSettings:
 
     def check(self, out: str | Path | None) -> None:
         """Raises InputError for the first argument that cannot be used."""
+        _refuse_unknown(self.arguments)
+        for sink in self.sinks:
+            if not all(callable(getattr(sink, name, None)) for name in ("write", "close")):
+                raise InputError(
+                    f"sinks holds a {type(sink).__name__}; expected objects with "
+                    "write(readings) and close()"
+                )
         for name, value in (("every", self.every), ("snapshots", self.snapshots)):
             if not is_whole(value) and not (name == "snapshots" and value is None):
                 raise InputError(f"{name}={value!r} was given; expected a whole number from 1 on")
@@ -80,3 +92,57 @@ class WatchSettings:
             "snapshots": self.snapshots,
             "arguments": {name: str(value) for name, value in self.arguments.items()},
         }
+
+
+def check_watch_arguments(
+    *,
+    out: str | Path | None = None,
+    every: int = 50,
+    invariants: Iterable[str | Invariant] | None = DEFAULT_INVARIANTS,
+    maps: bool = True,
+    sharpness: Callable[[], Tensor] | None = None,
+    probe_batch: Any = None,
+    probes: Sequence[Probe] = (),
+    layout: Layout | None = None,
+    resume: bool | int = False,
+    snapshots: int | None = None,
+    rho: float = 0.05,
+    sinks: Sequence[Sink] = (),
+    alarms: bool | Thresholds = True,
+    title: str | None = None,
+    **arguments: Any,
+) -> WatchSettings:
+    """The arguments of `watch` but model and optimizer, checked as far as can be without these.
+
+    Raises InputError as `watch` does.
+
+    >>> check_watch_arguments(every=10).every
+    10
+    """
+    chosen = chosen_invariants(() if invariants is None else invariants)
+    ways, outlets = _several("probes", probes), _several("sinks", sinks)
+    settings = WatchSettings(
+        *(every, chosen, maps, sharpness, probe_batch, ways, layout),
+        *(resume, snapshots, rho, outlets, alarms, title, arguments),
+    )
+    settings.check(out)
+    return settings
+
+
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InputError(f"{name} is a {type(given).__name__}; expected a list of them")
+    return tuple(given)
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    for name in arguments:
+        if name in _MODEL_SETTINGS:
+            continue
+        own = check_watch_arguments.__kwdefaults__
+        near = get_close_matches(name, [*own, *_MODEL_SETTINGS], 1)
+        meant = f"; {near[0]} was meant, perhaps" if near else ""
+        raise InputError(
+            f"watch has no argument {name!r}{meant}. Besides its own it takes settings of the "
+            f"model: {', '.join(SETTABLE)}"
+        )

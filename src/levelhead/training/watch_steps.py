@@ -5,7 +5,8 @@ and Lightning with their `optimizer`) are seen through the innermost one: it ste
 unperturbed weights, and only if the step is really made.
 
 Two examples. A GradScaler that finds an infinity leaves out `optimizer.step()`: no step, no number.
-A loop that accumulates four batches steps once in four backward passes: one step.
+A loop that accumulates four batches steps once in four backward passes: one step, whose loss is
+the mean of the four if each was handed over.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from levelhead.base.errors import InputError
+from levelhead.base.records import Reading
+from levelhead.training.watchers import roughness
 
-__all__ = ["Losses", "OptimizerSteps", "innermost"]
+__all__ = ["LossReadings", "Losses", "OptimizerSteps", "innermost"]
 
 # Losses that are kept as tensors before they are brought to the processor together.
 _MOST = 1024
@@ -28,13 +32,17 @@ _MOST = 1024
 def innermost(optimizer: object) -> Optimizer:
     """The optimiser that moves the weights, inside those that only wrap it.
 
-    Raises InputError for anything else than a torch optimiser.
+    Raises InputError for anything else than a torch optimiser, such as the scheduler of one.
 
     >>> w = torch.nn.Parameter(torch.zeros(1))
     >>> type(innermost(torch.optim.SGD([w], lr=0.1))).__name__
     'SGD'
     """
     found: Any = optimizer
+    if isinstance(found, LRScheduler):
+        raise InputError(
+            f"optimizer is a {type(found).__name__}, a scheduler: give the optimizer it schedules"
+        )
     while True:
         inner = getattr(found, "base_optimizer", None) or getattr(found, "optimizer", None)
         if not isinstance(inner, Optimizer) or inner is found:
@@ -113,20 +121,27 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _Loss(NamedTuple):
     name: str
     step: int
-    value: Tensor | float
+    value: Tensor | float  # the sum of all that were handed over
+    count: int = 1
 
 
 class Losses:
-    """Losses handed over once a step, in whichever order to the step, kept without a transfer.
+    """Losses handed over for steps, in whichever order to the step, kept without a transfer.
 
-    If the first one came before any step was made, each belongs to the step that follows it (of
-    several, the last: steps that were skipped are no steps); else to the step before it.
+    If the first one came before any step was made, each belongs to the step that follows it; else
+    to the step before it. Several of one step are its micro-batches: their mean is its loss. (So
+    is that of a step a scaler left out and its repetition, which nobody can tell apart.)
     """
 
     def __init__(self) -> None:
         self._waiting: list[_Loss] = []
         self._early: bool | None = None
-        self._last = 0
+        self._placed = False
+
+    @property
+    def none(self) -> bool:
+        """Whether no loss was ever handed over."""
+        return self._early is None and not self._placed
 
     def add(self, loss: Tensor | float, steps: int, first: int, name: str = "loss") -> None:
         """Take a loss after `steps` steps, the first of which is number `first`.
@@ -140,16 +155,15 @@ class Losses:
         if self._early is None:
             self._early = steps < first
         step = steps + 1 if self._early else steps
-        if step == self._last:
-            if not self._early:
+        for i, held in enumerate(self._waiting):
+            if (held.name, held.step) == (name, step):
+                self._waiting[i] = _Loss(name, step, _sum(held.value, value), held.count + 1)
                 return
-            # The step that the former was for was never made.
-            self._waiting = [w for w in self._waiting if (w.name, w.step) != ("loss", step)]
-        self._last = step
         self._waiting.append(_Loss(name, step, value))
 
     def add_at(self, loss: Tensor | float, step: int) -> None:
         """Take the loss of a step whose number is known."""
+        self._placed = True
         self._waiting.append(_Loss("loss", step, _one_number(loss, "loss")))
 
     @property
@@ -158,13 +172,32 @@ class Losses:
         return len(self._waiting) >= _MOST
 
     def take(self, upto: int) -> list[tuple[str, int, float]]:
-        """(name, step, value) of all that belong to steps up to `upto`, as handed over."""
+        """(name, step, mean) of all that belong to steps up to `upto`, as handed over."""
         ready = [w for w in self._waiting if w.step <= upto]
         self._waiting = [w for w in self._waiting if w.step > upto]
         return [
-            (w.name, w.step, value)
+            (w.name, w.step, value / w.count)
             for w, value in zip(ready, _numbers([w.value for w in ready]), strict=True)
         ]
+
+
+class LossReadings(Losses):
+    """Losses as Readings, and how rough they are since the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._window: list[float] = []
+
+    def readings(self, upto: int) -> list[Reading]:
+        """Readings of what `take` gives, and `loss_roughness` (`watchers.roughness`) at the end."""
+        losses = self.take(upto)
+        found = [Reading(name, value, "1", {}, step, "loop") for name, step, value in losses]
+        self._window += [value for name, _, value in losses if name == "loss"]
+        rough = roughness(self._window)
+        if rough == rough and losses:
+            found.append(Reading("loss_roughness", rough, "1", {}, losses[-1][1], "loop"))
+        self._window = self._window[-2:]
+        return found
 
 
 def _one_number(loss: Any, name: str) -> Tensor | float:
@@ -179,6 +212,15 @@ def _one_number(loss: Any, name: str) -> Tensor | float:
         return float(loss)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} is {loss!r}; expected a tensor of one number, or one") from error
+
+
+def _sum(one: Tensor | float, other: Tensor | float) -> Tensor | float:
+    """In float32 at least: half precision overflows soon."""
+    wide = [
+        t.float() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t
+        for t in (one, other)
+    ]
+    return wide[0] + wide[1]
 
 
 def _numbers(values: Sequence[Tensor | float]) -> list[float]:

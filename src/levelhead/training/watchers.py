@@ -23,12 +23,14 @@ from levelhead.base.records import Reading
 from levelhead.invariants.catalogue import Invariant, entries
 from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.weights.attention_view import AttentionView
+from levelhead.weights.folding import folded
 
 __all__ = [
     "DEFAULT_INVARIANTS",
     "MAP_NAMES",
     "chosen_invariants",
     "entry_readings",
+    "folded_view",
     "frobenius",
     "map_readings",
     "norm_readings",
@@ -95,10 +97,29 @@ def chosen_invariants(names: Iterable[str | Invariant] | None) -> tuple[Invarian
     return found
 
 
+def folded_view(view: AttentionView) -> AttentionView:
+    """The layer in float64 with the norm in front and the void biases folded, as inspect reads it.
+
+    So invariants are those of the function: a gain in the norm counts, and behind a LayerNorm what
+    is constant over the channels does not. A layer that cannot be folded is taken as it is.
+
+    >>> from levelhead.weights.structure import InputNorm
+    >>> one = torch.ones(1, 1, 2)
+    >>> norm = InputNorm("rms", torch.tensor([2.0, 3.0]))
+    >>> folded_view(AttentionView(q=one, k=one, v=one, o=one.mT, input_norm=norm)).q.tolist()
+    [[[2.0, 3.0]]]
+    """
+    wide = view.map(lambda t: t.detach().double())
+    try:
+        return folded(wide)
+    except InputError:  # a bias between low-rank norms
+        return wide
+
+
 def weight_readings(
     view: AttentionView, chosen: Sequence[Invariant], step: int | None
 ) -> list[Reading]:
-    """The chosen entries of one layer; those that do not exist for it are left out.
+    """The chosen entries of one layer as given; those that do not exist for it are left out.
 
     The work that entries share (spectra, Gram matrices) is done once. Where weights are not finite
     every number is nan. Complex numbers are given by their modulus.
@@ -253,7 +274,8 @@ def norm_readings(
     Args:
         tensors: gradients, updates or weights by parameter name; parameters that have none are
             not among them, and count as zero.
-        layers: layer → the names of its parameters.
+        layers: layer → the names of its parameters: its projections with their biases, and the
+            gain and bias of the norm in front where the layer is read with one.
         factor: what every norm is multiplied by (the inverse scale of scaled gradients).
 
     >>> [(r.where, r.value) for r in norm_readings(

@@ -1,7 +1,12 @@
-"""Rows of the table of layouts: PyTorch's own layers, forecasters, low-rank projections, GGUF."""
+"""Rows of the table of layouts: PyTorch's own layers, forecasters, low-rank projections, GGUF.
+
+And, where no other row reads a layer, own modules whose four Linears have names that many use.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Literal
 
 from levelhead.weights.doubts import NORM_UNKNOWN
@@ -13,12 +18,15 @@ from levelhead.weights.facts import (
     norm,
     qk_norm,
 )
-from levelhead.weights.layer import Layer, Sizes
+from levelhead.weights.layer import Layer, Sizes, template_pattern
 from levelhead.weights.low_rank import LowRank, latent_scale, read_latent, rotated_rows
 from levelhead.weights.plan import Plan, no_kv_groups
+from levelhead.weights.plans_decoders import DECODERS
+from levelhead.weights.plans_encoders import ENCODERS
+from levelhead.weights.plans_vision import VISION
 from levelhead.weights.rope import rope
 from levelhead.weights.stores import Fused, PackedProjection, Plain, Separate
-from levelhead.weights.structure import InputNorm, Mask, Position
+from levelhead.weights.structure import InputNorm, Mask, NoPosition, Position
 
 __all__ = ["GENERIC"]
 
@@ -111,7 +119,7 @@ def _gguf_refuses(layer: Layer) -> str | None:
 _GGUF = ("{stem}blk.{n}",)
 _GGUF_NORM = norm("rms", "{stem}blk.{n}.attn_norm")
 
-GENERIC: tuple[Plan, ...] = (
+_FAMILIES: tuple[Plan, ...] = (
     Plan(
         "deepseek",
         ("{stem}layers.{n}.self_attn",),
@@ -214,5 +222,110 @@ GENERIC: tuple[Plan, ...] = (
         mask=_gguf_mask,
         input_norm=_GGUF_NORM,
         refuse=_gguf_refuses,
+    ),
+)
+
+
+# ── own modules ──
+
+_ASSUMED = (
+    "its parameters' names alone tell that this is attention: no positions inside, no mask and the "
+    "scale 1/√d_k are assumed, and no norm in front is folded; a layout can say what it is"
+)
+
+
+@dataclass(frozen=True)
+class _LastResort(Plan):
+    """A row of names that many modules share.
+
+    It suits where a row of a family neither reads the layer nor refuses it for more than a missing
+    matrix, and where no config names a type: that type's own code may do anything.
+    """
+
+    def suits(self, layer: Layer) -> bool:
+        """Whether no other row speaks of this layer, and its keys come from where they should."""
+        if layer.settings.model_type is not None or not super().suits(layer):
+            return False
+        if _crosses(layer, self.store) != self.cross:
+            return False
+        others = (*_FAMILIES, *ENCODERS, *VISION, *DECODERS)
+        return not any(_speaks_of(plan, layer) for plan in others)
+
+
+def _speaks_of(plan: Plan, layer: Layer) -> bool:
+    """Whether a row finds this layer by names alone, with all its matrices."""
+    for template in plan.modules:
+        pattern = template_pattern(template) if template else "(?P<stem>.*)"
+        if (matched := re.fullmatch(pattern, layer.module)) is None:
+            continue
+        groups = matched.groupdict()
+        theirs = Layer(
+            layer.module, groups, layer.shapes, layer.settings, plan.family, layer.known
+        )
+        if plan.suits(theirs) and plan.store.complete(theirs) is None:
+            return True
+    return False
+
+
+def _crosses(layer: Layer, store: object) -> bool:
+    """Whether keys read another width than queries, or the module's name says another sequence."""
+    name = layer.module.rpartition(".")[2]
+    if name == "attn2" or "cross" in name:
+        return True
+    if not isinstance(store, Separate):
+        return False
+    q, k = f"{store.q}.weight", f"{store.k}.weight"
+    both = layer.has(q) and layer.has(k)
+    return both and layer.shape(q)[1:] != layer.shape(k)[1:]
+
+
+def _own_position(layer: Layer, sizes: Sizes) -> Position:
+    layer.note("family", "assumed", _ASSUMED)
+    layer.note("position", "assumed", "positions inside the layer would be code, not parameters")
+    return NoPosition()
+
+
+def _own_norm(layer: Layer) -> InputNorm:
+    layer.note("input_norm", "assumed", "names do not say what stands in front: nothing folded")
+    return InputNorm("none")
+
+
+class _ByOutput(Separate):
+    """`Separate`, found by its output projection: what q is called is called so elsewhere too."""
+
+    @property
+    def anchor(self) -> str:
+        """o.weight."""
+        return f"{self.o}.weight"
+
+
+_ANYWHERE = ("",)
+# A layer of BERT or ViT has its query, key and value in a module below; those have no proj.
+_NAMED = ("{stem}attn", "{stem}attention", "{stem}self_attn", "{stem}self_attention", "{stem}mha")
+_OWN: tuple[tuple[Separate, tuple[str, ...]], ...] = (
+    (Separate("to_q", "to_k", "to_v", "to_out.0"), _ANYWHERE),
+    (Separate("to_q", "to_k", "to_v", "to_out"), _ANYWHERE),
+    (Separate("wq", "wk", "wv", "wo"), _ANYWHERE),
+    (Separate("q_proj", "k_proj", "v_proj", "o_proj"), _ANYWHERE),
+    (Separate("q_proj", "k_proj", "v_proj", "out_proj"), _ANYWHERE),
+    (_ByOutput("query", "key", "value", "proj"), _NAMED),
+)
+
+GENERIC: tuple[Plan, ...] = (
+    *_FAMILIES,
+    *(
+        _LastResort(
+            "generic",
+            modules,
+            store,
+            mask=_torch_mask,
+            position=_own_position,
+            input_norm=_own_norm,
+            cross=cross,
+            # Buffers of masks; what else is below the module may turn or norm, and is refused.
+            others=r"mask|causal_mask|attn_mask|tril",
+        )
+        for store, modules in _OWN
+        for cross in (False, True)
     ),
 )

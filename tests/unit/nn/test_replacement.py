@@ -141,8 +141,12 @@ def test_arguments_are_checked_before_anything_changes() -> None:
         replace_attention(nn.MultiheadAttention(8, 2))
     with pytest.raises(InputError, match="to_attention"):
         restore_attention(HeadCoreAttention(8, 2))
-    with pytest.raises(InputError, match="no layer to replace"):
+    with pytest.raises(InputError, match=r"^Linear holds no nn\.MultiheadAttention to replace\.$"):
         replace_attention(nn.Linear(2, 2))
+    with pytest.raises(InputError, match=r"^TransformerEncoder holds no HeadCoreAttention or Coll"):
+        restore_attention(encoder())
+    with pytest.raises(InputError, match=r"layers=\[\] names no layer"):
+        replace_attention(encoder(), layers=[])
     with pytest.raises(InputError, match="one of them"):
         replace_attention(encoder(), (1, 1, 1), shared=3)
     model = encoder()

@@ -145,9 +145,9 @@ def test_arguments_are_checked() -> None:
         sigma_reparam(model, names=("in_proj_weight",), layers="all")
     with pytest.raises(InputError, match=r"called 'layers.5'.*layers.0.self_attn"):
         sigma_reparam(model, layers=["layers.0.*", "layers.5"])
-    with pytest.raises((InputError, NothingMatched), match="no attention layer"):
+    with pytest.raises(NothingMatched, match="no attention layer was recognised in this Linear"):
         sigma_reparam(nn.Linear(2, 2), layers="all")
-    with pytest.raises(InputError, match="no attention layer"):
+    with pytest.raises(InputError, match=r"layers=\[\] names no layer"):
         sigma_reparam(model, layers=[])
     assert not any(isinstance(module, SigmaReparam) for module in model.modules())
     [target] = [
@@ -156,6 +156,24 @@ def test_arguments_are_checked() -> None:
         if t.blocks.count == 3
     ]
     assert target.path == "in_proj_weight"
+
+
+def test_a_second_time_says_that_it_was_done() -> None:
+    done = "its attention weights are already reparametrised"
+    for model in (encoder(), nn.MultiheadAttention(4, 2)):
+        sigma_reparam(model, layers="all")
+        with pytest.raises(InputError, match=done):
+            sigma_reparam(model, layers="all")
+    some: Any = sigma_reparam(encoder(), layers=["layers.0.*"])
+    with pytest.raises(InputError, match=done):
+        sigma_reparam(some, layers=["layers.0.self_attn"])
+    with pytest.raises(InputError, match=r"called 'layers.7'"):
+        sigma_reparam(some, layers=["layers.7"])
+    sigma_reparam(some, layers="all")  # the rest
+    # Another weight that is reparametrised is no attention.
+    other = sigma_reparam(nn.Linear(3, 3))
+    with pytest.raises(NothingMatched, match="no attention layer was recognised"):
+        sigma_reparam(other, layers="all")
 
 
 def test_products_of_matrices_are_named_instead() -> None:

@@ -181,8 +181,11 @@ def test_copies_are_of_the_chosen_head() -> None:
 
 @pytest.mark.parametrize("way", ["stiffen", "imbalance"])
 def test_a_sharpness_fault_raises_the_largest_eigenvalue_as_asked(way: str) -> None:
-    training, _ = at_work(fault(way, strength=9.0), "digits")
     plain = Training(Recipe(task="digits"), 2)
+    for _ in range(80):  # where negative curvature is small beside the largest
+        plain.step(lambda _: None)
+    training = plain.twin()
+    Planted(fault(way, strength=9.0), training).act(1)
     found = []
     for one in (plain, training):
         parameters = list(one.model.parameters())
@@ -383,6 +386,29 @@ def test_rates_are_those_of_the_held_out_half(found: int, false: int, holds: boo
     (recall,) = [table for table in findings.tables if table.name == "recall-held-out"]
     delay = recall.values[ALARMS.index("dead_head"), recall.columns.index("median delay")]
     assert delay == 30 + (found - 1) / 2
+
+
+def test_without_the_held_out_half_nothing_must_hold_but_the_balance() -> None:
+    half = {n: o for n, o in outcomes(20, 0).items() if n.startswith("planted-development")}
+    findings = conclude(half, True, ("development",))
+    assert {s.name: s.holds for s in findings.statements if s.expected} == {"balanced": False}
+    assert {s.holds for s in findings.statements if not s.expected} == {None}
+    whole = [
+        Outcome([Reading("found", 1.0, where={"fault": name, "way": "x"}) for name in ALARMS]),
+        Outcome([Reading("steps", 9.0), Reading("sharp_steps", 9.0)]),
+    ]
+    names = ("planted-development-0", "null-development-sort-0")
+    findings = conclude(dict(zip(names, whole, strict=True)), True, ("development",))
+    assert findings.statements[0].holds is True
+
+
+def test_the_halves_that_are_asked_for_have_cells() -> None:
+    settings = study.AlarmsSettings(halves=("development",), seeds=2, null_seeds=1)
+    seeds = {int(cell.given["seed"]) for cell in study._cells(settings)}
+    assert seeds == {0, 1}
+    both = study._cells(study.AlarmsSettings(seeds=2, null_seeds=1))
+    assert {int(cell.given["seed"]) for cell in both} == {0, 1, 1000, 1001}
+    assert len(both) == 2 * (2 + len(NULL))
 
 
 def test_what_is_shipped_is_what_was_found(tmp_path: Path) -> None:

@@ -119,6 +119,14 @@ def test_the_failing_setting_has_the_alarm_of_head_collapse_at_the_first_depth()
     assert found.alarm("digits") == "head_collapse"
 
 
+def test_an_alarm_that_only_some_seeds_raise_is_not_what_fails() -> None:
+    names = [cell_name("search", "digits", LARGE.name, seed) for seed in (0, 1)]
+    outcomes = {**COLLAPSED, names[0]: outcome(alarm_head_collapse=1.0, best_validation=99.0)}
+    assert CollapseOutcomes(SETTINGS, outcomes).failing("digits") == SMALL
+    alone = {**searched(), names[0]: outcome(alarm_head_collapse=1.0, curve=0.1)}
+    assert CollapseOutcomes(SETTINGS, alone).alarm("digits") is None
+
+
 def test_other_alarms_count_where_heads_do_not_collapse() -> None:
     outcomes = searched(
         adam_1_2={"alarm_exploding_logits": 1.0, "best_validation": 0.2},

@@ -616,12 +616,30 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         penalties.nuclear_norm(model, form="product")
     with pytest.raises(InputError, match="weight=-1 was given"):
         penalties.coherence(model, -1)
+    for weight in ("a", None, True, float("nan"), 1j):
+        with pytest.raises(InputError, match=f"weight={weight!r} was given; expected a finite"):
+            penalties.l2(model, weight)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"weight={weight!r} was given; expected a finite"):
+            penalties.entropy_floor(model, weight)  # type: ignore[arg-type]
+    assert not model.layers[0].self_attn._forward_hooks
+    assert penalties.l2(model, np.float32(0.5)).weight == 0.5
     with pytest.raises(InputError, match="there is one head"):
         penalties.coherence(encoder(1, 4, 1))
     with pytest.raises(InputError, match=r"a floor of 9 lies above 4"):
         penalties.rank_floor(model, floor=9.0)
     with pytest.raises(InputError, match="above 1"):
         penalties.rank_floor(model, floor=0.5)
+    with pytest.raises(InputError, match=r"floor=None was given; .* above 1, .*half of d_k"):
+        penalties.rank_floor(model)
+    for number in ("a", None, True):
+        with pytest.raises(InputError, match=f"floor={number!r} was given"):
+            penalties.rank_floor(model, floor=number)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"floor={number!r} was given"):
+            penalties.entropy_floor(model, floor=number)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"decay={number!r} was given"):
+            penalties.stability(model, decay=number)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"eps={number!r} was given"):
+            penalties.log_det(model, eps=number)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="eps=0"):
         penalties.log_det(model, eps=0.0)
     with pytest.raises(InputError, match=r"floor=1\.5"):

@@ -174,13 +174,34 @@ def test_losses_belong_to_their_step_in_either_order(order: str) -> None:
     assert losses.take(steps) == [("loss", i, float(i)) for i in range(1, 6)]
 
 
-def test_the_loss_of_a_step_that_was_left_out_is_not_kept() -> None:
+def test_losses_between_two_steps_are_micro_batches_of_one() -> None:
     losses = Losses()
-    losses.add(1.0, 0, 1)
-    losses.add(torch.tensor(2.0), 0, 1)  # the first attempt was left out
+    assert losses.none
+    for value in (1.0, torch.tensor(2.0), torch.tensor(6.0, dtype=torch.float16)):
+        losses.add(value, 0, 1)
     losses.add(3.0, 1, 1)
-    assert losses.take(1) == [("loss", 1, 2.0)]
+    assert losses.take(1) == [("loss", 1, 3.0)]
     assert losses.take(2) == [("loss", 2, 3.0)]
+    assert not losses.none
+    late = Losses()
+    for value, steps in ((5.0, 1), (1.0, 2), (2.0, 2)):
+        late.add(value, steps, 1)
+    assert late.take(2) == [("loss", 1, 5.0), ("loss", 2, 1.5)]
+
+
+def test_sums_of_micro_batches_do_not_overflow_in_half_precision() -> None:
+    losses = Losses()
+    for _ in range(2):
+        losses.add(torch.tensor(60000.0, dtype=torch.float16), 0, 1)
+    assert losses.take(1) == [("loss", 1, 60000.0)]
+
+
+def test_a_scheduler_is_no_optimizer() -> None:
+    w = one_weight()
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([w], lr=0.1), 2)
+    for given in (scheduler, [scheduler]):
+        with pytest.raises(InputError, match="a scheduler: give the optimizer it schedules"):
+            OptimizerSteps(given, lambda late: None, lambda: None)
 
 
 def test_losses_count_on_in_a_resumed_run() -> None:
