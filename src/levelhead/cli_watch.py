@@ -17,13 +17,17 @@ from levelhead.base.errors import InputError
 from levelhead.cli_shared import AsJson, Debug, say
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
 
     from levelhead.training.watch_live import Follower
 
 __all__ = ["register", "watch"]
 
-_MOST_ALARMS = 6
+_MOST_ALARMS, _MOST_NOTES = 6, 4
+_BARS = 12  # values in the course of a number
+_BAD_LOSS = "The loss was "
+# What is no news to who looks at the run: the layers stand in the table.
+_PLAIN_NOTES = ("Watched", "Not read: ")
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +49,8 @@ def watch(
     from levelhead.training.watch_live import Follower
 
     follower = Follower(run)
+    if follower.exists:
+        follower.refuse_others()
     if once or as_json:
         if not follower.exists:
             raise InputError(
@@ -69,6 +75,7 @@ def _wait_for(follower: Follower, interval: float) -> None:
     say(f"Waiting for {follower.folder} to be begun (Ctrl-C to stop).")
     while not follower.exists:
         time.sleep(interval)
+    follower.refuse_others()
 
 
 def _follow(follower: Follower, interval: float) -> None:
@@ -79,14 +86,21 @@ def _follow(follower: Follower, interval: float) -> None:
     console = Console()
     follower.read()
     quiet_since = time.monotonic()
-    with Live(_drawn(follower, console.height), console=console, auto_refresh=False) as live:
-        while not follower.finished:
+    gone = False
+    with Live(_drawn(follower, console), console=console, auto_refresh=False) as live:
+        while not (follower.finished or gone):
             time.sleep(interval)
+            gone = follower.gone  # before the last look, which takes what it wrote at its end
             if follower.read():
                 quiet_since = time.monotonic()
             quiet = time.monotonic() - quiet_since
-            live.update(_drawn(follower, console.height, quiet), refresh=True)
-    say(f"The training ended at step {follower.step:,}.")
+            live.update(_drawn(follower, console, quiet), refresh=True)
+    if not console.is_terminal:
+        console.print()
+    if follower.finished:
+        say(f"The training ended at step {follower.step:,}.")
+    else:
+        say(f"The training process is gone (no end was recorded); last step {follower.step:,}.")
 
 
 def _print_once(follower: Follower) -> None:
@@ -94,29 +108,32 @@ def _print_once(follower: Follower) -> None:
 
     # A pipe or a file has no width: there the table is as wide as it needs.
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(_drawn(follower, height=10_000))
+    console = Console(height=10_000, width=console.width if console.is_terminal else 200)
+    console.print(_drawn(follower, console))
 
 
 # ── what is drawn ──
 
 
-def _drawn(follower: Follower, height: int, quiet: float = 0.0) -> Group:
-    """Head line, one row a layer, alarms; layers that do not fit are counted."""
+def _drawn(follower: Follower, console: Console, quiet: float = 0.0) -> Group:
+    """Head line, one row a layer, alarms, notes; layers that do not fit are counted."""
     from rich.console import Group
     from rich.text import Text
 
     from levelhead.training.alarms import sentences
+    from levelhead.training.watch_observations import observation_sentences
 
     found = list(follower.alarms.values())
     told = sentences(found)
-    room = max(height - 8 - 2 * min(len(told), _MOST_ALARMS), 3)
+    notes = [note for note in follower.notes() if not note.startswith(_PLAIN_NOTES)]
+    notes = [*observation_sentences(follower.observations()), *notes]
+    taken = 2 * min(len(told), _MOST_ALARMS) + 2 * min(len(notes), _MOST_NOTES)
+    room = max(console.height - 8 - taken, 3)
     rows = follower.rows()
     # With too little room the layers with alarms come first, the others in their order.
     chosen = sorted(range(len(rows)), key=lambda at: (not rows[at]["alarms"], at))[:room]
     parts: list[Any] = [_head(follower, quiet)]
-    parts.append(_table(follower, [rows[at] for at in sorted(chosen)]))
+    parts.append(_table(follower, [rows[at] for at in sorted(chosen)], console))
     if len(chosen) < len(rows):
         parts.append(Text(f"{len(rows) - len(chosen)} more layers are not shown.", style="dim"))
     harmful = [sentence for sentence in told if "Harmful:" in sentence]
@@ -125,8 +142,13 @@ def _drawn(follower: Follower, height: int, quiet: float = 0.0) -> Group:
         parts.append(Text(f"! {sentence}", style="bold red" if sentence in harmful else "yellow"))
     if len(told) > _MOST_ALARMS:
         parts.append(Text(f"… and {len(told) - _MOST_ALARMS} more alarms.", style="dim"))
-    if not told and follower.step:
+    bad = [note for note in notes if note.startswith(_BAD_LOSS)]
+    if not told and not bad and follower.step:
         parts.append(Text("No alarm so far.", style="dim"))
+    kept = bad + [note for note in notes if note not in bad]
+    parts += [Text(note, style="bold red" if note in bad else "dim") for note in kept[:_MOST_NOTES]]
+    if len(kept) > _MOST_NOTES:
+        parts.append(Text(f"… and {len(kept) - _MOST_NOTES} more notes (--json).", style="dim"))
     return Group(*parts)
 
 
@@ -149,27 +171,36 @@ def _head(follower: Follower, quiet: float) -> Any:
             text.append(sparkline(past, 24), style="cyan")
     if follower.finished:
         text.append("   finished", style="green")
+    elif follower.gone:
+        text.append("   the training process is gone", style="bold red")
     elif quiet >= 30:
         text.append(f"   no news for {quiet:.0f} s", style="yellow")
     return text
 
 
-def _table(follower: Follower, rows: list[dict[str, Any]]) -> Any:
+def _table(follower: Follower, rows: list[dict[str, Any]], console: Console) -> Any:
+    """Numbers, and behind them their courses if there is room for all of these."""
     from rich.table import Table
     from rich.text import Text
 
     from levelhead.training.watch_live import COLUMNS, sparkline
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("layer", overflow="ellipsis", no_wrap=True)
     used = [c for c in COLUMNS if any(row[c.reading] is not None for row in rows)]
+    longest = max((len(row["layer"]) for row in rows), default=5)
+    wide = console.width >= longest + len(used) * (_BARS + 12)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if wide else 1, 0, 0))
+    table.add_column("layer", overflow="ellipsis", no_wrap=True, min_width=5)
     for column in used:
-        table.add_column(column.heading, justify="right", no_wrap=True)
+        least = max(map(len, column.heading.split()))
+        table.add_column(
+            column.heading, justify="left" if wide else "right", no_wrap=wide, min_width=least
+        )
     for row in rows:
         cells = [Text(row["layer"], style="red" if row["alarms"] else "")]
         for column in used:
             past = follower.history(column.reading, row["layer"], column.heads)
-            cells.append(Text(f"{sparkline(past, 12)} {_number(row[column.reading])}"))
+            bars = f" {sparkline(past, _BARS)}" if wide else ""
+            cells.append(Text(f"{_number(row[column.reading]):{'8' if wide else ''}}{bars}"))
         table.add_row(*cells)
     return table
 

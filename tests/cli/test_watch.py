@@ -46,9 +46,9 @@ def test_once_prints_layers_numbers_and_alarms(run: Run) -> None:
     head, columns, *rows = result.stdout.splitlines()
     losses = [r.value for r in run.readings() if r.name == "loss"]
     assert head.startswith(f"step 1,000   loss {losses[-1]:.3g} ")
-    assert columns.split() == ["layer", "entropy", "largest", "logit", "rank-one", "distance"]
+    assert columns.split() == "layer entropy share largest logit rank-one distance".split()
     assert [row.split()[0] for row in rows[:2]] == ["layers.0", "layers.1"]
-    assert rows[1].split()[4] == "500"
+    assert rows[1].split()[3] == "500"
     assert rows[2].startswith("! Exploding logits in layers.1, head 0, since step 620")
     assert result.stderr == ""
 

@@ -214,7 +214,7 @@ class Planted:
         over = step % self.fault.ramp >= self.fault.ramp / 2
         if over == bool(self._jump):
             return
-        parameters = list(training.model.parameters())
+        parameters: list[Tensor] = list(training.model.parameters())
         if self._jump:
             torch._foreach_sub_(parameters, self._jump)
             self._jump = []
@@ -277,7 +277,8 @@ class Planted:
 def _displaced_loss(training: Training, jump: list[Tensor], size: float) -> float:
     """The fixed loss at the weights + size · jump."""
     twin = training.twin()
-    torch._foreach_add_(list(twin.model.parameters()), jump, alpha=size)
+    parameters: list[Tensor] = list(twin.model.parameters())
+    torch._foreach_add_(parameters, jump, alpha=size)
     return float(twin.fixed_loss())
 
 

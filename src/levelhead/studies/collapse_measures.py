@@ -28,7 +28,16 @@ from levelhead.studies.collapse_training import Course
 from levelhead.training.alarms import Alarm, detect
 from levelhead.training.watchers import roughness
 
-__all__ = ["ALARMED", "CURVES", "course_values", "curves", "pictures", "test_values"]
+__all__ = [
+    "ALARMED",
+    "CURVES",
+    "course_values",
+    "curves",
+    "held_out_values",
+    "mean_off_diagonal",
+    "pictures",
+    "readings",
+]
 
 # Alarms that count: what attention itself can suffer.
 ALARMED = ("head_collapse", "entropy_collapse", "rank_collapse", "dead_head", "exploding_logits")
@@ -120,7 +129,7 @@ def _row(values: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float
     }
 
 
-def test_values(
+def held_out_values(
     model: Encoder, task: Task, noises: Sequence[float], radii: Sequence[float], steps: int
 ) -> dict[str, float]:
     """error, loss and macro_f1 on the test rows, and errors under noise and attacks on 200."""

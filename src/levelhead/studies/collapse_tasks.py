@@ -30,8 +30,8 @@ __all__ = ["MADE", "Part", "Task", "Vocabulary", "make_task", "missing_task"]
 
 MADE = ("copy", "sort", "recall", "digits")
 _SYMBOLS = 10
-_FASHION = Path("/usr/share/datasets/fashion-mnist")
-_FASHION_PLACES = (_FASHION, Path("/usr/share/dataset-fashion-mnist"))
+_SHARE = Path("/usr/share")
+_FASHION = ("*fashion*mnist*", "*/*fashion*mnist*")
 _SST2 = tuple(f"stsa.binary.{part}" for part in ("train", "dev", "test"))
 _IMAGES = (".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp")
 
@@ -199,10 +199,9 @@ def _cut(order: Sequence[int], sizes: tuple[int, int, int]) -> tuple[list[int], 
 
 
 def _fashion_folder() -> Path | None:
-    for place in _FASHION_PLACES:
-        if any(place.glob("t10k-images*")) if place.is_dir() else False:
-            return place
-    return None
+    """Where the package has put its files."""
+    places = [place for pattern in _FASHION for place in sorted(_SHARE.glob(pattern))]
+    return next((p for p in places if p.is_dir() and any(p.glob("t10k-images*"))), None)
 
 
 def _fashion(sizes: tuple[int, int, int]) -> Task:

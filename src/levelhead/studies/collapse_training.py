@@ -96,7 +96,7 @@ class Plan:
         """Whether Readings are taken after that many steps; early ones are close together.
 
         >>> [step for step in range(90) if Plan(1, 90, 8, 2, 8, 20).sampled(step)][-6:]
-        [51, 54, 57, 60, 80]
+        [48, 51, 54, 57, 60, 80]
         """
         return done % self.every == 0 or (done <= _EARLY and done % _OFTEN == 0)
 

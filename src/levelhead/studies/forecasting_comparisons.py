@@ -65,6 +65,7 @@ class Claim:
 CLAIMS = (
     Claim("sam", "SAM makes the transformer better", "samformer", "transformer"),
     Claim("line", "SAMformer is better than the straight line", "samformer", "line"),
+    Claim("attention", "attention makes SAMformer better than A = I", "samformer", "identity"),
     Claim("channel", "channel attention is better than temporal", "samformer", "temporal"),
     Claim("sigma", "SAM makes the transformer better than σReparam does", "samformer", "sigma"),
     Claim(

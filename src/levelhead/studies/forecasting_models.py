@@ -180,9 +180,9 @@ def map_measures(maps: torch.Tensor) -> dict[str, float]:
     maps = maps.double()
     sigma = torch.linalg.svdvals(maps)
     share = sigma / sigma.sum(-1, keepdim=True)
-    entropy = -torch.special.xlogy(maps, maps).sum(-1).mean() / math.log(maps.shape[-1])
+    entropy = torch.special.entr(maps).sum(-1).mean() / math.log(maps.shape[-1])
     return {
         "entropy_share": float(entropy),
         "own": float(maps.diagonal(dim1=1, dim2=2).mean()),
-        "rank": float((-torch.special.xlogy(share, share).sum(-1)).exp().mean()),
+        "rank": float(torch.special.entr(share).sum(-1).exp().mean()),
     }

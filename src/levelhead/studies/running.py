@@ -80,9 +80,9 @@ def study_settings(
         settings: StudySettings = study.settings(**parsed)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where, said = ".".join(map(str, first["loc"])), first["msg"]
         raise InputError(
-            f"the setting {where} = {first['input']!r} does not fit: {first['msg'].lower()}"
+            f"the setting {where} = {first['input']!r} does not fit: {said[:1].lower()}{said[1:]}"
         ) from error
     return settings
 
@@ -119,6 +119,7 @@ def run_study(
     """
     settings = study_settings(study, preset, overrides, seeds)
     folder = Path(out)
+    asked = _distinct(study, study.cells(settings))  # may say that data are missing
     run = Run.create(
         folder,
         title=study.title,
@@ -130,7 +131,6 @@ def run_study(
     cells: list[Cell] = []
     outcomes: dict[str, Outcome] = {}
     left_out: list[CellFailed] = []
-    asked = _distinct(study, study.cells(settings))
     while asked:
         try:
             left_out += execute(

@@ -18,17 +18,17 @@ norm stands in front: cheaper, and not the same for two models whose norms' gain
 `fold=True` puts gains and centring of that norm into the weights first (and sends gradients into
 its gain), so that the value speaks of what the layer does to the normed token.
 
-    generator                     the move that leaves the value alone
-    qk_gauge, rotary_gauge        (q, k) → (g q, g⁻ᵀ k) in each head; the g that rotary commutes with
-    qk_rotation, rotary_phase     the same with orthogonal g; with phases of the rotary planes
-    qk_sign, qk_scale, qk_gain    signs, scale, gains that a norm of queries and keys undoes
-    qk_mean                       means over a head that a LayerNorm of queries and keys removes
-    vo_gauge                      (v, o) → (m v, o m⁻¹) in each head
-    key_bias, value_bias          a bias of keys that softmax does not see; of values, taken into o's
-    score_scale                   scales of q·k's form and of the scores that undo one another
-    input_gain, input_mean        gains and centring, moved between the norm in front and weights
-    head_permutation              heads in another order
-    basis_rotation                another orthonormal basis of the model's width, in and out
+    generator                    the move that leaves the value alone
+    qk_gauge, rotary_gauge       (q, k) → (g q, g⁻ᵀ k) in each group; g that rotary commutes with
+    qk_rotation, rotary_phase    of those g the orthogonal ones; phases of rotary planes
+    qk_sign, qk_scale            signs of channels, sizes of heads: what norms of q and k take away
+    qk_gain, qk_mean             their gains, (γ_q, γ_k) → (c γ_q, γ_k/c); means that they remove
+    vo_gauge                     (v, o) → (m v, o m⁻¹) in each group
+    key_bias, value_bias         a bias of keys, which softmax does not see; v_bias against o_bias
+    score_scale                  λ on q·k's form, 1/λ on v·o's, where there is no softmax
+    input_gain, input_mean       γ → c γ, W → W/c; what LayerNorm's output cannot meet, u (1/γ)ᵀ
+    head_permutation             heads in another order, within groups and with them
+    basis_rotation               another orthonormal basis of what the layer reads and writes
 
 Second derivatives of penalties that need singular values are refused: leave them out of the loss
 whose Hessian is asked for. At exact collapse every gradient of a head-diversity penalty is zero (a
@@ -193,7 +193,6 @@ def rank_floor(
             f"floor={floor!r} was given; expected an effective rank above 1, up to d_k: half of "
             "d_k, say"
         )
-    assert floor is not None
     return _of_layers(terms.rank_floor_term(form, floor), model, weight, options)
 
 
@@ -291,10 +290,10 @@ def entropy_floor(
 
     share is 0 for one-hot and 1 for uniform attention. It is of the maps of the model's last
     forward with gradients, recomputed eagerly from the q and k that a fused kernel was given:
-    O(b h n m) memory, or `rows` evenly spaced queries of them. It makes a training step about 40 %
-    longer for a small model, 17 % at d 512. Hooks collect maps; `close()` removes those. The value is the function's own, so nothing that leaves the function alone moves
-    it. Raises InputError when a layer ran no attention that could be seen, and for a floor outside
-    (0, 1].
+    O(b h n m) memory, or `rows` evenly spaced queries of them. A training step takes about 40 %
+    longer for a small model, 17 % at d 512. Hooks collect maps; `close()` removes those. The value
+    is the function's own, so nothing that leaves the function alone moves it. Raises InputError
+    when a layer ran no attention that could be seen, and for a floor outside (0, 1].
 
     >>> model = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> penalty = entropy_floor(model, floor=1.0)
@@ -325,8 +324,8 @@ def stability(
 
     f_ref starts as f now and follows at each `step()`: f_ref ← decay·f_ref + (1 - decay)·f. It is
     part of the state_dict. A training step takes about 24 % longer for a small model, 11 % at
-    d 512. Raises InputError for entries that do not exist for a layer or have no
-    gradient, and for a decay outside [0, 1].
+    d 512. Raises InputError for entries that do not exist for a layer or have no gradient, and for
+    a decay outside [0, 1].
 
     >>> stability(nn.MultiheadAttention(8, 2)).value().item() < 1e-20
     True

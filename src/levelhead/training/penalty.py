@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -216,13 +216,15 @@ class PenaltySum:
         return self.name
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a real number that is finite: NumPy's count, booleans do not.
 
     >>> is_number(0.5), is_number(True), is_number("0.5"), is_number(math.inf)
     (True, False, False, False)
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return math.isfinite(value)
 
 
 def checked_weight(weight: float) -> float:

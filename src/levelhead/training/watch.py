@@ -259,7 +259,7 @@ class Watch:
         self._detach()
         self._pending = []  # of a step that was begun and not made
         recorder, made = self._recorder, self.steps - self._first + 1
-        if self._failed and self._settings.resume is False:
+        if self._failed and not self._sampled and self._settings.resume is False:
             recorder.close()
             discard(self.folder, self._made_folder)
             return
@@ -273,7 +273,7 @@ class Watch:
                 recorder.note(["No loss was handed over: call run.step(loss) once a step."])
         if error is not None:
             recorder.note([f"Ended by {type(error).__name__} after step {self.steps}."])
-        self._finish_snapshots(wait=error is None)
+        self._try("snapshots", lambda: self._finish_snapshots(wait=error is None))
         self._try("figures", recorder.draw)
         recorder.close()
         if not made and error is None:
@@ -453,7 +453,7 @@ class Watch:
     # ── what is said ──
 
     def _cover(self, step: int) -> None:
-        """Say which layers are seen, at the first sampled step; later, which are seen no more."""
+        """Say which layers are seen, at first; later, which are seen no more."""
         assert self._recorder is not None
         if not self._sampled:
             self._recorder.note(self._coverage.begin(self._look, step))
@@ -487,15 +487,8 @@ class Watch:
         self._try("snapshot", take)
 
     def _finish_snapshots(self, wait: bool) -> None:
-        analysis = self._analysis
-        if analysis is None or self._recorder is None:
-            return
-
-        recorder = self._recorder
-        self._try(
-            "snapshots",
-            lambda: recorder.note(analysis.unfinished(_PATIENCE if wait else 0.0)),
-        )
+        if self._analysis is not None and self._recorder is not None:
+            self._recorder.note(self._analysis.unfinished(_PATIENCE if wait else 0.0))
 
 
 def _rank() -> int:

@@ -11,7 +11,7 @@ Two examples. `qk_effective_rank` of a layer with four heads is four Readings, h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from levelhead.base.errors import InputError
 from levelhead.base.records import Reading
 from levelhead.invariants.catalogue import Invariant, entries
+from levelhead.invariants.spectral import THROUGH
 from levelhead.tensors.low_rank_stack import LowRankStack
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.folding import folded
@@ -132,6 +133,13 @@ def weight_readings(
     """
     finite = all(bool(t.isfinite().all()) for t in (view.q, view.k, view.v, view.o))
     shared = _Remembering(**{f.name: getattr(view, f.name) for f in fields(view)})
+    made: dict[Any, Any] = {THROUGH["qk"]: shared.qk, THROUGH["ov"]: shared.ov}
+
+    def given(through: Callable[[AttentionView], Any]) -> Any:
+        if through not in made:
+            made[through] = through(shared)
+        return made[through]
+
     found: list[Reading] = []
     with torch.no_grad():
         for entry in chosen:
@@ -139,7 +147,8 @@ def weight_readings(
                 continue
             place: dict[str, str | int] = {"layer": view.name}
             if finite:
-                found += entry_readings(entry, entry(shared), place, step)
+                value = entry(shared) if entry.through is None else entry.function(given(entry.through))
+                found += entry_readings(entry, value, place, step)
             elif entry.per == ("head",):
                 nan = torch.full((view.heads,), math.nan)
                 found += entry_readings(entry, nan, place, step)

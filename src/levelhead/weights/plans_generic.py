@@ -259,9 +259,7 @@ def _speaks_of(plan: Plan, layer: Layer) -> bool:
         if (matched := re.fullmatch(pattern, layer.module)) is None:
             continue
         groups = matched.groupdict()
-        theirs = Layer(
-            layer.module, groups, layer.shapes, layer.settings, plan.family, layer.known
-        )
+        theirs = Layer(layer.module, groups, layer.shapes, layer.settings, plan.family, layer.known)
         if plan.suits(theirs) and plan.store.complete(theirs) is None:
             return True
     return False

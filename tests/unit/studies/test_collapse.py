@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from levelhead.base.errors import InputError
 from levelhead.base.records import Run
 from levelhead.report.document import write_report
 from levelhead.studies.collapse import STUDY, CollapseSettings
@@ -172,6 +173,23 @@ def test_the_users_own_data_are_confirmed_as_soon_as_they_are_given(tmp_path: Pa
     assert not any("all cells of own" in said for said in STUDY.limits(settings))
     settings = study_settings(STUDY, overrides={"data": str(tmp_path / "none")})
     assert any("Own needs a TSV" in said for said in STUDY.limits(settings))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tasks": "copy,paint"}, "the setting tasks.1 = 'paint' does not fit"),
+        ({"penalties": "ridge"}, "the setting penalties.0 = 'ridge' does not fit"),
+        ({"optimisers": "adam"}, "the setting optimisers.0 = 'adam' does not fit"),
+        ({"weights": "0.1,1"}, "shares and weights must be equally many"),
+    ],
+)
+def test_settings_that_no_cell_could_run_are_refused(
+    overrides: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        study_settings(STUDY, overrides=overrides)
+    assert message in str(caught.value)
 
 
 def test_presets_name_the_same_number_of_shares_as_of_weights() -> None:

@@ -130,15 +130,18 @@ def idx(values: np.ndarray) -> bytes:
 def test_fashion_is_read_from_debians_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "dataset-fashion-mnist" in (missing_task("fashion") or "dataset-fashion-mnist")
-    monkeypatch.setattr(collapse_tasks, "_FASHION_PLACES", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr(collapse_tasks, "_SHARE", tmp_path)
+    folder = tmp_path / "datasets" / "fashion-mnist"
+    (tmp_path / "doc" / "dataset-fashion-mnist").mkdir(parents=True)
+    assert "needs Debian's package dataset-fashion-mnist" in str(missing_task("fashion"))
+    folder.mkdir(parents=True)
     for part, count in (("train", 12), ("t10k", 6)):
         labels = np.arange(count) % 10
         images = np.broadcast_to(labels[:, None, None] * 20, (count, 28, 28))
         raw = gzip.compress(idx(images)) if part == "train" else idx(images)
         ending = ".gz" if part == "train" else ""
-        (tmp_path / f"{part}-images-idx3-ubyte{ending}").write_bytes(raw)
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+        (folder / f"{part}-images-idx3-ubyte{ending}").write_bytes(raw)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
     task = make_task("fashion", (6, 4, 5), 0)
     assert [len(part) for part in parts(task)] == [6, 4, 5]
     assert task.test.y.tolist() == [0, 1, 2, 3, 4]
@@ -146,7 +149,7 @@ def test_fashion_is_read_from_debians_files(
     assert task.training.y.tolist() == [4, 5, 6, 7, 8, 9]
     for part in parts(task):
         torch.testing.assert_close(part.x.mean((1, 2)), part.y * 20 / 127.5 - 1)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels)[:-1])
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(labels)[:-1])
     with pytest.raises(StoredFileError, match="holds 5 numbers"):
         make_task("fashion", SIZES, 0)
 

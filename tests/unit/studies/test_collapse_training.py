@@ -13,13 +13,12 @@ from torch.nn import functional
 from levelhead.base.errors import Interrupted
 from levelhead.invariants.heads import coherence, head_gram
 from levelhead.studies import collapse_training
-from levelhead.studies.collapse_measures import course_values, curves, pictures, test_values
+from levelhead.studies.collapse_measures import course_values, curves, held_out_values, pictures
 from levelhead.studies.collapse_tasks import Task, make_task
 from levelhead.studies.collapse_training import Course, Plan, Start, begin, trained
 from levelhead.studies.study import Workspace
 from levelhead.weights.layouts import views
 
-test_values.__test__ = False  # type: ignore[attr-defined]
 PLAN = Plan(epochs=3, steps=4, batch=16, heads=2, width=8, every=4)
 START = Start("adam", 3e-3, 0.1, 1.0, 2)
 
@@ -144,7 +143,7 @@ def test_a_training_that_diverges_is_an_outcome_with_a_note(task: Task, tmp_path
 
 def test_tests_and_pictures_are_of_the_test_rows(task: Task, tmp_path: Path) -> None:
     model = begin(task, START, PLAN, "A", 0.0, 0)
-    found = test_values(model, task, (0.0, 1.0), (0.1,), 2)
+    found = held_out_values(model, task, (0.0, 1.0), (0.1,), 2)
     with torch.no_grad():
         wrong = (model(task.test.x).argmax(-1) != task.test.y).double().mean().item()
     assert found["error"] == pytest.approx(wrong)

@@ -295,7 +295,7 @@ def test_readings_of_a_step_speak_of_the_weights_it_starts_from(tmp_path: Path) 
             }
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    readings = run.readings()
+    readings = [r for r in run.readings() if r.source != "end"]
 
     def one_of(name: str, step: int, **where: Any) -> float:
         [value] = [
@@ -345,7 +345,7 @@ def test_sam_reads_the_gradient_of_the_displaced_and_the_weights_of_the_undispla
 
     with watch(model, sam, out=tmp_path) as run:
         run.step(sam.step(closure))
-    whole = {r.name: r.value for r in run.readings() if not r.where}
+    whole = {r.name: r.value for r in run.readings() if not r.where and r.source != "end"}
     assert whole["gradient_norm"] == pytest.approx(expected, rel=1e-4)
     assert abs(expected / float(size) - 1) > 1e-3  # the two gradients differ
     assert whole["weight_norm"] == pytest.approx(weight, rel=1e-6)
@@ -387,7 +387,10 @@ def test_autocast_and_a_scaler(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     norms = []
-    with watch(model, optimizer, 1, out=tmp_path) as run:
+    with (
+        pytest.warns(LevelheadWarning, match="The loss was inf at step 1"),
+        watch(model, optimizer, 1, out=tmp_path) as run,
+    ):
         for i, x in enumerate(data(3)):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
@@ -407,7 +410,10 @@ def test_autocast_and_a_scaler(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_recorded_and_noted(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer, 2, out=tmp_path, alarms=False) as run:
+    with (
+        pytest.warns(LevelheadWarning, match="The loss was nan at step 2") as caught,
+        watch(model, optimizer, 2, out=tmp_path, alarms=False) as run,
+    ):
         for x in data(4):
             optimizer.zero_grad()
             loss = loss_of(model, x) * (math.nan if run.steps == 1 else 1.0)
@@ -416,6 +422,7 @@ def test_a_loss_that_is_not_finite_is_recorded_and_noted(tmp_path: Path) -> None
             run.step(loss)
     found = {r.step: r.value for r in run.readings() if r.name == "loss"}
     assert math.isnan(found[2])
+    assert len(caught) == 1
     assert any("The loss was nan at step 2" in note for note in run.notes())
     last = [r.value for r in run.readings() if (r.name, r.step) == ("qk_spectral_norm", 4)]
     assert last
@@ -480,7 +487,7 @@ def test_cross_attention_shared_and_grouped_layers(tmp_path: Path) -> None:
             more = {"decoder_input_ids": ids} if name == "t5" else {}
             model(input_ids=ids, **more)[0].square().mean().backward()
             optimizer.step()
-        readings = run.readings()
+        readings = [r for r in run.readings() if r.source != "end"]
         for what in ("qk_spectral_norm", "attention_entropy_share"):
             places = [(r.where["layer"], r.where["head"]) for r in readings if r.name == what]
             assert len(places) == len(set(places)) == 4 * layers[name], (name, what)
@@ -537,7 +544,10 @@ def test_heads_that_are_pruned_while_training(tmp_path: Path) -> None:
             optimizer.step()
         sigma = catalogue()["qk_spectral_norm"](next(views(model, layout=layout, heads=2)))
     heads = {
-        step: sum((r.name, r.step) == ("qk_spectral_norm", step) for r in run.readings())
+        step: sum(
+            (r.name, r.step) == ("qk_spectral_norm", step) and r.source != "end"
+            for r in run.readings()
+        )
         for step in (1, 2, 3, 4)
     }
     assert heads == {1: 4, 2: 4, 3: 2, 4: 2}

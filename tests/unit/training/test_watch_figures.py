@@ -76,7 +76,9 @@ def test_alarms_are_marked_counted_and_told(watched: Run) -> None:
     assert np.nansum(table) == row.sum()
     assert "Exploding logits in layers.1, head 0, since step 620" in found["watch.verdict"].says
     assert NOT_MEASURED in found["watch.verdict"].says
-    assert found["watch.alarms"].labels["rows"] == ("exploding logits, layers.1 head 0",)
+    assert found["watch.alarms"].labels["rows"] == (
+        "exploding logits, layers.1 head 0; harmful: no",
+    )
     assert arrays["watch.alarms"][0, :3].tolist() == [620.0, 660.0, 500.0]
 
 
