@@ -44,18 +44,18 @@ def watch(
 ) -> None:
     """Follow a training that is watched: entropy, logits, heads, ranks of each layer, and alarms.
 
-    Ends when the training ends, or with Ctrl-C. --json prints what is known now, once.
+    Ends when the training ends or its process is gone, or with Ctrl-C. --json prints what is known
+    now, once.
     """
     from levelhead.training.watch_live import Follower
 
     follower = Follower(run)
-    if follower.exists:
-        follower.refuse_others()
     if once or as_json:
         if not follower.exists:
             raise InputError(
                 f"{run} is no run folder: give the one that is named by levelhead.watch(out=…)."
             )
+        follower.refuse_others()
         follower.read()
         if as_json:
             typer.echo(json.dumps(follower.state(), indent=1, allow_nan=False))
@@ -75,7 +75,6 @@ def _wait_for(follower: Follower, interval: float) -> None:
     say(f"Waiting for {follower.folder} to be begun (Ctrl-C to stop).")
     while not follower.exists:
         time.sleep(interval)
-    follower.refuse_others()
 
 
 def _follow(follower: Follower, interval: float) -> None:
@@ -84,6 +83,7 @@ def _follow(follower: Follower, interval: float) -> None:
     from rich.live import Live
 
     console = Console()
+    follower.refuse_others()
     follower.read()
     quiet_since = time.monotonic()
     gone = False
@@ -188,7 +188,9 @@ def _table(follower: Follower, rows: list[dict[str, Any]], console: Console) -> 
     used = [c for c in COLUMNS if any(row[c.reading] is not None for row in rows)]
     longest = max((len(row["layer"]) for row in rows), default=5)
     wide = console.width >= longest + len(used) * (_BARS + 12)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if wide else 1, 0, 0))
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", padding=(0, 2 if wide else 1, 0, 0)
+    )
     table.add_column("layer", overflow="ellipsis", no_wrap=True, min_width=5)
     for column in used:
         least = max(map(len, column.heading.split()))

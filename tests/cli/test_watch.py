@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,11 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from levelhead.base.records import Reading, Run
 from levelhead.cli import app
+from levelhead.cli_watch import _drawn
 from levelhead.training.alarms import Detector
+from levelhead.training.watch_live import Follower
 from unit.training.watched_runs import Values, batches
 
 
@@ -46,7 +50,9 @@ def test_once_prints_layers_numbers_and_alarms(run: Run) -> None:
     head, columns, *rows = result.stdout.splitlines()
     losses = [r.value for r in run.readings() if r.name == "loss"]
     assert head.startswith(f"step 1,000   loss {losses[-1]:.3g} ")
-    assert columns.split() == "layer entropy share largest logit rank-one distance".split()
+    assert columns.split() == [
+        *("layer", "entropy", "share", "largest", "logit", "rank-one", "distance")
+    ]
     assert [row.split()[0] for row in rows[:2]] == ["layers.0", "layers.1"]
     assert rows[1].split()[3] == "500"
     assert rows[2].startswith("! Exploding logits in layers.1, head 0, since step 620")
@@ -149,3 +155,69 @@ def test_the_viewer_needs_no_torch(run: Run) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout.splitlines()[-1] == "set()"
+
+
+# ── what else is shown ──
+
+
+def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
+    Run.create(tmp_path, title="x", command="study alarms", settings={})
+    for options in (["--once"], ["--json"], []):
+        result = call("watch", tmp_path, *options)
+        assert result.exit_code == 2
+        assert "is not a watched run (it was made by study alarms)" in result.stderr
+        assert result.stdout == ""
+
+
+def test_a_killed_training_ends_the_viewer(tmp_path: Path) -> None:
+    run = written(tmp_path, steps=40, layers=1)
+    script = (
+        "import sys, pathlib; from levelhead.training.watch_process import write_process; "
+        "write_process(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run.folder)], check=True, timeout=60)
+    result = call("watch", tmp_path, "--interval", "0.05")
+    assert result.exit_code == 0
+    assert result.stderr == ("The training process is gone (no end was recorded); last step 40.\n")
+    assert "the training process is gone" in call("watch", tmp_path, "--once").stdout
+    assert json.loads(call("watch", tmp_path, "--json").stdout)["running"] is False
+
+
+def test_losses_that_are_not_finite_and_observations_are_shown(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, title="x", command="watch", settings={})
+    run.add_readings(
+        [Reading("attention_entropy_share", 0.01, "1", {"layer": "a", "head": 0}, step=3)]
+    )
+    shown = call("watch", tmp_path, "--once").stdout
+    assert "No alarm so far." in shown
+    said = "Attention is sharp in a head 0: an observation, no alarm, since it began so."
+    assert said in shown
+    run.add_notes(["Watched from step 1: all.", "The loss was nan at step 4."])
+    shown = call("watch", tmp_path, "--once").stdout
+    assert "The loss was nan at step 4." in shown
+    assert "No alarm so far." not in shown
+    assert "Watched from" not in shown
+    found = json.loads(call("watch", tmp_path, "--json").stdout)
+    assert found["notes"][1] == "The loss was nan at step 4."
+    assert [one["reason"] for one in found["observations"]] == ["it began so"]
+
+
+def test_in_a_narrow_terminal_numbers_come_before_their_courses(run: Run) -> None:
+    follower = Follower(run.folder)
+    follower.read()
+    drawn = {}
+    for width in (40, 200):
+        console = Console(width=width, height=50, record=True, file=io.StringIO())
+        console.print(_drawn(follower, console))
+        drawn[width] = console.export_text().splitlines()
+    [narrow] = [line for line in drawn[40] if line.startswith("layers.1 ")]
+    [wide] = [line for line in drawn[200] if line.startswith("layers.1 ")]
+    numbers = [f"{row:.3g}" for row in _numbers(follower)]
+    assert narrow.split() == ["layers.1", *numbers]
+    assert wide.split()[1::2] == numbers
+    assert all(len(bars) == 12 for bars in wide.split()[2::2])
+
+
+def _numbers(follower: Follower) -> list[float]:
+    row = follower.rows()[1]
+    return [row[name] for name in ("attention_entropy_share", "largest_logit", "map_residual")]

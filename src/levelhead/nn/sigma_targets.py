@@ -127,8 +127,9 @@ def _no_layer(
     plans, skipped = find_layers(shapes, layout=layout)
     named = [plan.name for plan in plans] + [skip.name for skip in skipped if skip.by_settings]
     if any(fnmatchcase(name, pattern) for name in named if name not in called):
+        where = what if pattern == "*" else f"{pattern!r} of {what}"
         return InputError(
-            f"sigma_reparam: {pattern!r} in {what}: its attention weights are already "
+            f"sigma_reparam: {where}: its attention weights are already "
             f"reparametrised; fold them first (levelhead.remove_sigma_reparam)."
         )
     if not called:

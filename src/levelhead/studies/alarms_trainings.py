@@ -71,7 +71,7 @@ NULL: dict[str, Recipe] = {
     "plateau": Recipe(task="copy", noise=1.0),
     "warm-up": Recipe(task="sort", layers=1, rate=5e-3, warmup=400, cosine=3000, clip=1.0),
     "decay": Recipe(task="recall", layers=1, decay=0.1, optimiser="adamw", rate=3e-3),
-    "momentum": Recipe(task="digits", layers=1, optimiser="sgd", rate=0.03, dropout=0.1),
+    "momentum": Recipe(task="digits", layers=1, optimiser="sgd", rate=0.01, dropout=0.1, clip=1.0),
     "sharp": Recipe(task="copy", layers=1, heads=2, rate=5e-3),
 }
 

@@ -271,7 +271,7 @@ def _limits(settings: CollapseSettings) -> list[str]:
         "Models are small (some ten thousand parameters) and trained for some hundred steps "
         "without warm-up; the settings that fail are those of the search, not of practice.",
         "A cell takes 3 to 13 seconds of one core at the standard sizes, of which there are about "
-        "1,460 with SST-2: about an hour on two cores; --full takes about ten times as long.",
+        "1,500 with SST-2: somewhat more than an hour on two cores; --full takes ten times that.",
         "Weight decay of equal strength has a constant coefficient: its gradient has the mean norm "
         "of the penalty's along the selection runs with that penalty.",
     ]

@@ -160,10 +160,16 @@ class LossTrack:
         return LossState(**{**vars(last), "step": step, "finite": False})
 
 
-def loss_gained(before: LossState, now: LossState, limits: Thresholds) -> bool:
-    """Whether the loss went down between two states by more than noise and a share of its scale."""
+def loss_gained(
+    before: LossState, now: LossState, limits: Thresholds, share: float | None = None
+) -> bool:
+    """Whether the loss went down between two states by more than noise and a share of its scale.
+
+    The share is `limits.loss_gain`, unless another one is given.
+    """
     error = math.hypot(before.error, now.error)
-    return before.level - now.level > max(limits.loss_gain * now.scale, limits.loss_z * error)
+    least = limits.loss_gain if share is None else share
+    return before.level - now.level > max(least * now.scale, limits.loss_z * error)
 
 
 def harm(before: LossState, now: LossState, since: int, peak: float, limits: Thresholds) -> str:

@@ -12,8 +12,9 @@ earlier value, the median of the last `window` readings before it left:
 Trained attention may be sharp, uniform or redundant because that is what lowers the loss. So
 *entropy collapse*, *rank collapse* and *head collapse* are defined as changes the loss did not gain
 by: a copying head whose entropy falls while the loss falls is no collapse, one whose entropy falls
-on a loss that stands still or rises is one. Beyond `hard` no such excuse counts. A run that starts
-on the wrong side has no onset and no alarm; the figures of a run say so as an observation.
+on a loss that stands still or rises is one. Beyond `hard` no such excuse counts. Sharpness is
+excused by a large gain only. A run that starts on the wrong side has no onset and no alarm; the
+figures of a run say so as an observation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Thresholds:
     """All numbers of the rules. Counts are of sampled readings, factors and shares have unit 1.
 
     persistence: readings in a row beyond the threshold before an alarm is raised, and back before
-        it is cleared; sharpness_persistence: the same for sharpness, whose spikes are short;
+        it is cleared; sharpness_persistence: the same for sharpness;
         swing_persistence: for the swing of the loss, which a short excursion raises as well.
     window, least_history: at most and at least so many readings make the earlier value.
     spread: a change must also exceed so many robust standard deviations of earlier log values.
@@ -63,13 +64,20 @@ class Thresholds:
     coherence_level, coherence_rise, coherence_hard: the smaller one of QK and OV coherence.
     dead_level, dead_fall: norm of a head's OV map over the median of the other heads'.
     logit_level, logit_rise, logit_hard: largest |logit|.
-    sharpness_rise: factor of λ_max.
+    sharpness_rise: factor of λ_max; sharpness_gain: it may grow while the loss falls by so much
+        of its scale, as when a task is suddenly learnt.
     swing_level, swing_rise: swing of the loss over its scale (see `alarm_loss`).
     loss_gain, loss_z: the loss gained if it fell by more than this share of its scale and
         by more than so many standard errors.
     harm_rise, harm_z: the loss rose, likewise. harm_spike, spike_z: one loss stood above the level
         before by this share of the scale and by so many standard deviations of single losses.
     harm_gap: the validation loss lies above its best by this share.
+
+    The defaults were fixed on the development half of `levelhead study alarms`, where they find
+    what is planted and are silent in healthy training: sharpness is held against the upper quartile
+    of earlier values, for in healthy training λ_max is restless and grows fivefold when a task is
+    suddenly learnt; the swing of the loss must reach a fifth of its scale four times in a row, for
+    a late spike of Adam's swings by less, or shorter.
 
     Raises `InputError` for a number that is not positive, or a factor of 1 or less.
 
@@ -78,7 +86,7 @@ class Thresholds:
     """
 
     persistence: int = 3
-    sharpness_persistence: int = 2
+    sharpness_persistence: int = 3
     swing_persistence: int = 4
     window: int = 40
     least_history: int = 3
@@ -99,8 +107,9 @@ class Thresholds:
     logit_rise: float = 3.0
     logit_hard: float = 2000.0
     sharpness_rise: float = 3.0
+    sharpness_gain: float = 0.15
     swing_level: float = 0.2
-    swing_rise: float = 4.0
+    swing_rise: float = 2.0
     loss_gain: float = 0.01
     loss_z: float = 2.0
     harm_rise: float = 0.02
@@ -127,8 +136,9 @@ class Rule:
     level: the fixed level; change: the factor; hard: beyond it the loss is not asked (None: it
     always is); alone: hard counts without earlier readings too; margin: the earlier value must
     have been on the right side by the factor `clear`; asks: whether the loss is asked at all;
-    what: the reading in words, for the evidence; crest: the earlier value is the upper quartile
-    instead of the median and its spread, for a reading that is restless.
+    gain: what it must have gained instead of `loss_gain`; what: the reading in words, for the
+    evidence; crest: the earlier value is the upper quartile instead of the median and its spread,
+    for a reading that is restless.
     """
 
     name: str
@@ -142,6 +152,7 @@ class Rule:
     alone: bool = False
     margin: bool = True
     asks: bool = True
+    gain: float | None = None
     witness: str = ""
     witness_rise: float = 1.0
     unit: str = "1"
@@ -183,7 +194,7 @@ def rules(limits: Thresholds) -> tuple[Rule, ...]:
         Rule(
             name="sharpness_spike", reading="largest_hessian_eigenvalue", what="λ_max",
             up=True, level=0.0, change=limits.sharpness_rise, persistence=few,
-            margin=False, asks=False, crest=True,
+            margin=False, gain=limits.sharpness_gain, crest=True,
         ),
         Rule(
             name="exploding_logits", reading="largest_logit", what="largest |logit|",
@@ -194,6 +205,6 @@ def rules(limits: Thresholds) -> tuple[Rule, ...]:
             name="loss_oscillation", reading="swing", what="swing of the loss over its scale",
             up=True, level=limits.swing_level, change=limits.swing_rise,
             persistence=limits.swing_persistence,
-            margin=False, asks=False,
+            margin=False, asks=False, crest=True,
         ),
     )  # fmt: skip

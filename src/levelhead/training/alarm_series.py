@@ -191,7 +191,7 @@ class Series:
             return True
         if not rule.asks or streak.best is None or now.loss is None:
             return False
-        return loss_gained(streak.best, now.loss, self.limits)
+        return loss_gained(streak.best, now.loss, self.limits, rule.gain)
 
     def _follow(self, streak: _Streak, raised: Evidence, now: Sample) -> Evidence | None:
         """An alarm that is open: it may clear, or turn harmful."""

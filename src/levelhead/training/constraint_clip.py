@@ -332,7 +332,9 @@ class QKClip:
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> ClipReport:
         """Clip once by what was observed, and forget that."""
-        self._check_measured()
+        # Of several processes one may have seen nothing: raising there leaves the rest waiting.
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            self._check_measured()
         bound = self._source == "bound"
         if callable(self._source):
             self.observe(self._source())

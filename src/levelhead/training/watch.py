@@ -9,9 +9,10 @@
 A *step* is a step of the optimiser that is really made; a *sampled* step is the first of the block
 and every multiple of `every`. One rule says of which weights: Readings of step t speak of those
 that step t starts from, its losses, maps, gradients (before the update, whatever the loop zeroes
-when) and invariants; `update_norm` of what it did. One exception: leaving the block reads the final
-weights, under the number of the last step, with the source "end"; where that step was sampled they
-stand behind what was read before it, and figures and tables show them.
+when) and invariants; `update_norm` of what the optimiser's step did (not of constraints that move
+weights after it). One exception: leaving the block reads the final weights, under the number of the
+last step, with the source "end"; where that step was sampled they stand behind what was read before
+it, and figures and tables show them.
 
 Invariants are those that `levelhead.inspect` gives: of the layer in float64 with the norm in front
 folded. Norms are of weights as they are stored; those of a layer include the norm in front.
@@ -129,8 +130,9 @@ def watch(
     found; later it is a warning, and so is a folder that can no longer be written, or a loss that
     is not finite: training goes on.
 
-    Raises InputError for arguments that cannot be used or are unknown, a folder in use, sharded (FSDP, DTensor) or
-    quantised weights, and NothingMatched if no attention layer is recognised where one is needed.
+    Raises InputError for arguments that cannot be used or are unknown, a folder in use, sharded
+    (FSDP, DTensor) or quantised weights, and NothingMatched if no attention layer is recognised
+    where one is needed.
 
     >>> import tempfile
     >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -321,7 +323,7 @@ class Watch:
     def _refuse_outside(self) -> None:
         if not self._entered:
             raise InputError(
-                "this watch was not entered: write `with levelhead.watch(…) as run:` around the loop"
+                "this watch was not entered: write `with levelhead.watch(…) as run:` around it all"
             )
 
     @property

@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 
 from levelhead.base.records import Reading
 
-__all__ = ["RESUMED", "Course", "Grid", "current", "ends_of", "hidden", "natural", "place_name", "superseded", "thinned"]
+__all__ = [
+    "RESUMED",
+    "Course",
+    "Grid",
+    "current",
+    "ends_of",
+    "hidden",
+    "natural",
+    "place_name",
+    "superseded",
+    "thinned",
+]
 
 Floats = NDArray[np.float64]
 RESUMED = "resumed"

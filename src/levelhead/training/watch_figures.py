@@ -25,7 +25,6 @@ from levelhead.training.watch_curves import (
     entropy_map,
     similarity_maps,
 )
-
 from levelhead.training.watch_observations import observation_sentences, observations
 
 __all__ = ["figures", "redraw"]

@@ -177,7 +177,11 @@ class Follower:
         if series and series[-1].step > reading.step:
             while series and series[-1].step >= reading.step:
                 series.pop()  # the run was taken up from an earlier step
-        if series and series[-1].step == reading.step and reading.source == "end" != series[-1].source:
+        if (
+            series
+            and series[-1].step == reading.step
+            and reading.source == "end" != series[-1].source
+        ):
             series.pop()  # the final weights stand in the place of those before the last step
         if not series or series[-1].step != reading.step:
             series.append(_Step(reading.step, source=reading.source))

@@ -34,8 +34,8 @@ __all__ = ["Before", "Look"]
 # Layers wider than this keep all threads busy; narrower ones are faster on one.
 _WIDE = 1024
 _NO_GRADIENTS = (
-    "No gradient norms: no parameter had a gradient when a sampled step was read. A loop without an "
-    "optimizer in watch has to call run.step before it drops them."
+    "No gradient norms: no parameter had a gradient when a sampled step was read. A loop that "
+    "gives watch no optimizer has to call run.step before it drops them."
 )
 
 
@@ -48,6 +48,11 @@ def _plain_numbers(model: nn.Module) -> Iterator[None]:
         for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def _as_stored(view: AttentionView) -> AttentionView:
+    dtype = view.q.dtype
+    return folded_view(view).map(lambda t: t.to(dtype))
 
 
 @dataclass(eq=False)
@@ -119,8 +124,7 @@ class Look:
         """The layers as they are now, folded as for `weights`, in the dtype they have."""
         with _plain_numbers(self.model):
             self.layers.refresh()
-            live = [self.layers.view(plan) for plan in self.layers.plans]
-            return [folded_view(view).map(lambda t, d=view.q.dtype: t.to(d)) for view in live]
+            return [_as_stored(self.layers.view(plan)) for plan in self.layers.plans]
 
     # ── one step ──
 

@@ -166,12 +166,29 @@ def _computed(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor], tu
         elif isinstance(hook, SpectralNorm):
             parts = (f"{hook.name}_orig", f"{hook.name}_u", f"{hook.name}_v")
             yield hook.name, lambda hook=hook: hook.compute_weight(module, False), parts  # type: ignore[misc]
+    yield from _multiplied_out(module)
     base: Any = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module) and hasattr(module, "lora_A") and hasattr(module, "lora_B"):
         yield "weight", lambda: _with_adapters(module), ("base_layer.weight", "lora_")
         bias = getattr(base, "bias", None)
         if isinstance(bias, Tensor):
             yield "bias", lambda: bias, ("base_layer.bias",)
+
+
+def _multiplied_out(
+    module: nn.Module,
+) -> Iterator[tuple[str, Callable[[], Tensor], tuple[str, ...]]]:
+    """Weights of known names that a module (a low-rank head core) multiplies out of its factors."""
+    plain: Any = getattr(module, "plain_weights", None)
+    if not callable(plain):
+        return
+    with torch.no_grad():
+        names = tuple(plain())
+    own = [name for name, _ in module.named_parameters()]
+    factors = tuple(name for name in own if name not in names)
+    for name in names:
+        if name not in own:
+            yield name, lambda name=name: plain()[name], factors  # type: ignore[misc]
 
 
 def _parametrised(module: nn.Module, name: str) -> Callable[[], Tensor]:

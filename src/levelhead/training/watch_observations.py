@@ -108,9 +108,11 @@ def _reason(
         many = "steps" if count > 1 else "step"
         return f"it is {count} sampled {many} old, and an alarm takes {limits.persistence}"
     before = slice(max(since - limits.window, 0), since)
-    usual = float(np.median(values[before]))
-    least = float(values[since : since + limits.window].min())
-    if least > usual / fall or usual < level * limits.clear:
+    for at in range(since, len(values)):
+        usual = np.median(values[max(at - limits.window, 0) : at])
+        if usual >= level * limits.clear and values[at] <= usual / fall:
+            break
+    else:
         return "it came slowly"
     if witness is not None and np.isfinite(witness[before]).any():
         grown = witness[-1] / np.nanmedian(witness[before])

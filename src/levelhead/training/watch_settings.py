@@ -139,8 +139,8 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name in _MODEL_SETTINGS:
             continue
-        own = check_watch_arguments.__kwdefaults__
-        near = get_close_matches(name, [*own, *_MODEL_SETTINGS], 1)
+        own = check_watch_arguments.__kwdefaults__ or {}
+        near = get_close_matches(name, [*own, *sorted(_MODEL_SETTINGS)], 1)
         meant = f"; {near[0]} was meant, perhaps" if near else ""
         raise InputError(
             f"watch has no argument {name!r}{meant}. Besides its own it takes settings of the "

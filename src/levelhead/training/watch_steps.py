@@ -122,7 +122,7 @@ class _Loss(NamedTuple):
     name: str
     step: int
     value: Tensor | float  # the sum of all that were handed over
-    count: int = 1
+    parts: int = 1
 
 
 class Losses:
@@ -157,7 +157,7 @@ class Losses:
         step = steps + 1 if self._early else steps
         for i, held in enumerate(self._waiting):
             if (held.name, held.step) == (name, step):
-                self._waiting[i] = _Loss(name, step, _sum(held.value, value), held.count + 1)
+                self._waiting[i] = _Loss(name, step, _sum(held.value, value), held.parts + 1)
                 return
         self._waiting.append(_Loss(name, step, value))
 
@@ -176,7 +176,7 @@ class Losses:
         ready = [w for w in self._waiting if w.step <= upto]
         self._waiting = [w for w in self._waiting if w.step > upto]
         return [
-            (w.name, w.step, value / w.count)
+            (w.name, w.step, value / w.parts)
             for w, value in zip(ready, _numbers([w.value for w in ready]), strict=True)
         ]
 

@@ -147,7 +147,9 @@ def weight_readings(
                 continue
             place: dict[str, str | int] = {"layer": view.name}
             if finite:
-                value = entry(shared) if entry.through is None else entry.function(given(entry.through))
+                value = (
+                    entry(shared) if entry.through is None else entry.function(given(entry.through))
+                )
                 found += entry_readings(entry, value, place, step)
             elif entry.per == ("head",):
                 nan = torch.full((view.heads,), math.nan)

@@ -37,7 +37,7 @@ _IN_FOLDER = (
     "pytorch_model.bin.index.json",
 )
 _ENDINGS = (".safetensors", ".gguf", ".pt", ".pth", ".bin")
-_ATTRIBUTES = ("num_heads", "n_head", "n_heads", "num_key_value_heads")
+_ATTRIBUTES = ("num_heads", "n_head", "n_heads", "heads", "num_key_value_heads")
 _CONFIG_LIMIT = 10_000_000
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

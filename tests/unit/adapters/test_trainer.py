@@ -208,7 +208,7 @@ def test_a_resumed_training_goes_on_at_the_checkpoints_step(tmp_path: Path) -> N
     readings = watching.run.readings()
     assert watching.run.steps == 6
     losses = [r.step for r in readings if r.name == "loss"]
-    assert losses == [1, 2, 3, 4, 4, 5, 6]  # step 4 was made twice: once after each start
+    assert losses == [1, 2, 3, 4, 5, 6]  # the first step 4 is superseded by the one made again
     with pytest.raises(InputError, match="give WatchCallback out="):
         Trainer(
             bert(),

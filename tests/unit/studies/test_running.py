@@ -163,12 +163,9 @@ def test_an_unknown_study_names_those_there_are() -> None:
 def test_every_study_has_a_grid_of_unique_cells_in_every_preset() -> None:
     for study in STUDIES.values():
         for preset in ("quick", "standard", "full"):
-            try:
-                cells = study.cells(study_settings(study, preset))
-            except InputError as error:  # its data are not here: it says how to get them
-                assert "levelhead data get" in str(error)
-                assert preset != "quick"
-                continue
+            if study.name == "forecasting" and preset != "quick":
+                continue  # its grid needs data that may not be here; see its own tests
+            cells = study.cells(study_settings(study, preset))
             assert len({cell.name for cell in cells}) == len(cells) > 0, study.name
 
 

@@ -41,11 +41,19 @@ def test_sharpness_is_held_against_the_upper_quartile_of_earlier_values() -> Non
     spike = 1.01 * LIMITS.sharpness_rise * usual
     assert judged("sharpness_spike", [*RESTLESS, 0.99 * LIMITS.sharpness_rise * usual, 10.0]) == []
     assert judged("sharpness_spike", [*RESTLESS, spike, 10.0, 10.0]) == []
-    # One value above the crest, the next not back by the factor `clear`: a spike.
-    ((step, evidence),) = judged("sharpness_spike", [*RESTLESS, spike, spike / LIMITS.clear, 10.0])
-    assert (step, evidence.since, evidence.value) == (11, 10, spike)
+    # One value above it, the next ones not back by the factor `clear`: a spike.
+    held = [spike / LIMITS.clear] * (LIMITS.sharpness_persistence - 1)
+    ((step, evidence),) = judged("sharpness_spike", [*RESTLESS, spike, *held, 10.0])
+    assert (step, evidence.since, evidence.value) == (10 + len(held), 10, spike)
     assert evidence.threshold == pytest.approx(LIMITS.sharpness_rise * usual)
     assert f"λ_max {spike:.3g}, above" in evidence.says
+
+
+@pytest.mark.parametrize(("after", "raised"), [(0.9, 1), (0.8, 0)])
+def test_sharpness_may_grow_while_the_loss_falls_by_much(after: float, raised: int) -> None:
+    values, levels = [*[2.0] * 5, *[9.0] * 3, 2.0], [*[1.0] * 5, *[after] * 4]
+    assert 1 - 0.9 < LIMITS.sharpness_gain < 1 - 0.8
+    assert len(judged("sharpness_spike", values, levels)) == raised
 
 
 def test_a_wild_history_does_not_hide_copies() -> None:

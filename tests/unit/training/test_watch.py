@@ -387,21 +387,24 @@ def test_autocast_and_a_scaler(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     norms = []
-    with (
-        pytest.warns(LevelheadWarning, match="The loss was inf at step 1"),
-        watch(model, optimizer, 1, out=tmp_path) as run,
-    ):
-        for i, x in enumerate(data(3)):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, x) * (math.inf if i == 1 else 1.0)
-            scaler.scale(loss).backward()
-            scale = scaler.get_scale()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            norms.append(float(gradient.norm()) / scale)
-            scaler.step(optimizer)
-            scaler.update()
-            run.step(loss)
+    run = watch(model, optimizer, 1, out=tmp_path)
+
+    def loop() -> None:
+        with run:
+            for i, x in enumerate(data(3)):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(model, x) * (math.inf if i == 1 else 1.0)
+                scaler.scale(loss).backward()
+                scale = scaler.get_scale()
+                gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+                norms.append(float(gradient.norm()) / scale)
+                scaler.step(optimizer)
+                scaler.update()
+                run.step(loss)
+
+    with pytest.warns(LevelheadWarning, match="The loss was inf at step 1"):
+        loop()
     assert run.steps == 2
     found = {r.step: r.value for r in run.readings() if r.name == "gradient_norm" and not r.where}
     assert found == {1: pytest.approx(norms[0], rel=1e-5), 2: pytest.approx(norms[2], rel=1e-5)}
@@ -410,16 +413,19 @@ def test_autocast_and_a_scaler(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_recorded_and_noted(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.warns(LevelheadWarning, match="The loss was nan at step 2") as caught,
-        watch(model, optimizer, 2, out=tmp_path, alarms=False) as run,
-    ):
-        for x in data(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, x) * (math.nan if run.steps == 1 else 1.0)
-            loss.backward()
-            optimizer.step()
-            run.step(loss)
+    run = watch(model, optimizer, 2, out=tmp_path, alarms=False)
+
+    def loop() -> None:
+        with run:
+            for x in data(4):
+                optimizer.zero_grad()
+                loss = loss_of(model, x) * (math.nan if run.steps == 1 else 1.0)
+                loss.backward()
+                optimizer.step()
+                run.step(loss)
+
+    with pytest.warns(LevelheadWarning, match="The loss was nan at step 2") as caught:
+        loop()
     found = {r.step: r.value for r in run.readings() if r.name == "loss"}
     assert math.isnan(found[2])
     assert len(caught) == 1

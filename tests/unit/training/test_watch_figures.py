@@ -16,8 +16,8 @@ from levelhead.base.records import Figure, Reading, Run
 from levelhead.report.document import write_report
 from levelhead.training.alarm_rates import NOT_MEASURED, Rates, shipped_rates
 from levelhead.training.alarm_rules import ALARMS
-from levelhead.training.alarms import Detector
-from levelhead.training.watch_course import Course, thinned
+from levelhead.training.alarms import Alarm, Detector
+from levelhead.training.watch_course import RESUMED, Course, current, thinned
 from levelhead.training.watch_figures import figures, redraw
 from unit.training.watched_runs import Values, batches
 
@@ -213,3 +213,46 @@ def test_no_torch_is_needed(watched: Run) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout == "False\n"
+
+
+def test_heads_of_one_layer_are_one_row_and_harm_is_a_word(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, title="Many heads", command="watch", settings={})
+    run.add_readings([Reading("loss", 1.0, step=step) for step in (1, 2, 3)])
+    for head, harm in ((4, ""), (0, ""), (2, "the loss rose")):
+        alarm = Alarm(
+            name="dead_head", step=3, since=2, layer="enc", head=head, value=0.01, threshold=0.05,
+            evidence="x", harmful=bool(harm), harm=harm,
+        )  # fmt: skip
+        run.add_readings([alarm.reading()])
+    arrays, drawn = figures(run, Rates())
+    found = named(drawn)["watch.alarms"]
+    assert found.labels["rows"] == (
+        "dead head, enc head 2; harmful: yes",
+        "dead head, enc heads 0, 4; harmful: no",
+    )
+    assert arrays["watch.alarms"].tolist() == [[2, 3, 0.01, 0.05]] * 2
+    assert found.says.startswith("3 alarms, 1 of them harmful: the loss rose.")
+
+
+def test_axes_are_capitalised_alike(watched: Run) -> None:
+    for figure in figures(watched, Rates())[1]:
+        for axis in ("x", "y", "rows", "columns"):
+            assert figure.axes.get(axis, "X")[0].isupper(), (figure.name, axis)
+
+
+def test_what_a_resumed_run_superseded_is_not_drawn() -> None:
+    """A mark of the other process's Readings drops those alone."""
+    found = [
+        Reading("loss", 1.0, step=30),
+        Reading("qk_tucker_error", 0.5, step=30, source="snapshot"),
+        Reading(RESUMED, 20, step=20, source="loop"),
+        Reading("loss", 2.0, step=21),
+        Reading("loss", 0.0, step=20),
+    ]
+    assert [(r.name, r.value) for r in current(found)] == [
+        ("qk_tucker_error", 0.5),
+        ("loss", 2.0),
+        ("loss", 0.0),
+    ]
+    mark = Reading(RESUMED, 20, step=20, source="snapshot")
+    assert [r.name for r in current([*found, mark])] == ["loss", "loss"]

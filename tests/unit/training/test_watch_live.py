@@ -93,3 +93,12 @@ def test_sparklines() -> None:
     assert sparkline(range(8)) == "▁▂▃▄▅▆▇█"
     assert sparkline([5, 0, 7, math.inf], width=3) == "▁█·"
     assert sparkline([]) == ""
+
+
+def test_final_weights_stand_in_the_place_of_those_before_the_last_step(run: Run) -> None:
+    where = [{"layer": "a", "head": head} for head in (0, 1)]
+    run.add_readings([Reading("qk_effective_rank", 4.0, "1", w, 10, "weights") for w in where])
+    run.add_readings([Reading("qk_effective_rank", 2.0, "1", w, 10, "end") for w in where])
+    follower = Follower(run.folder)
+    follower.read()
+    assert follower.history("qk_effective_rank", "a") == [2.0]

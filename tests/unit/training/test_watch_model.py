@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from levelhead.base.errors import InputError
+from levelhead.nn.replacement import replace_attention
 from levelhead.nn.sigma_reparam import sigma_reparam
+from levelhead.training.watch import watch
 from levelhead.training.watch_model import LiveLayers, bare_module, refuse_unreadable
-from levelhead.weights.layouts import NothingMatched, match
+from levelhead.weights.layouts import NothingMatched, match, views
 
 
 def attention(seed: int = 0, **more: object) -> nn.Module:
@@ -232,3 +235,26 @@ def test_layers_are_those_of_the_table() -> None:
     assert layers.names == [plan.name for plan in match(model).plans]
     assert len(layers.names) == 4
     assert layers.stored_plans == layers.plans
+
+
+def test_a_low_rank_head_core_is_watched_as_the_layer_it_stands_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2
+    )
+    replace_attention(model, ranks=(0.5, 1.0, 0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, every=1, out=tmp_path / "run") as run:
+        for x in torch.randn(2, 4, 5, 8):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+    readings = run.readings()
+    for layer in ("layers.0.self_attn", "layers.1.self_attn"):
+        found = {r.name for r in readings if r.where.get("layer") == layer}
+        assert {"qk_effective_rank", "attention_entropy", "gradient_norm"} <= found
+    core = model.layers[0].self_attn
+    [view] = list(views(model, layers=[0]))
+    torch.testing.assert_close(view.qk.dense(), core.view().qk.dense())
