@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,15 @@ def test_a_list_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     code, output = run(folder)
     assert code == 2
     assert len(output.splitlines()) == 1
+
+
+def test_every_mutant_of_the_list_can_be_planted() -> None:
+    root = Path(__file__).resolve().parents[2]
+    listed = tomllib.loads((root / "tests" / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    assert len({mutant["name"] for mutant in listed}) == len(listed)
+    for mutant in listed:
+        text = (root / "src" / "levelhead" / mutant["file"]).read_text(encoding="utf-8")
+        assert text.count(mutant["find"]) == 1, mutant["name"]
+        assert mutant["find"] != mutant["replace"], mutant["name"]
+        for test in mutant["tests"]:
+            assert (root / test.split("::")[0]).exists(), mutant["name"]
