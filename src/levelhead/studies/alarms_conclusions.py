@@ -24,10 +24,21 @@ from levelhead.studies.alarms_trainings import NULL
 from levelhead.studies.study import Findings, Outcome, Statement, Table
 from levelhead.training.alarms import ALARMS, Thresholds
 
-__all__ = ["HALVES", "RECALL", "WOLF", "conclude", "poisson_bounds", "share_bounds", "write_rates"]
+__all__ = [
+    "HALVES",
+    "HELD_OUT",
+    "RECALL",
+    "WOLF",
+    "conclude",
+    "poisson_bounds",
+    "share_bounds",
+    "write_rates",
+]
 
 Half = Literal["development", "held-out"]
 HALVES: tuple[Half, ...] = ("development", "held-out")
+HELD_OUT = 2000
+"""The first seed of the held-out half."""
 RECALL, WOLF = 0.95, 0.02
 """The targets: least recall, most false alarms per 1,000 steps."""
 _LEVEL = 0.95
@@ -290,7 +301,7 @@ def write_rates(study: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         "seeds": {
             half: {"planted": _range(first, settings["seeds"]),
                    "null": _range(first, settings["null_seeds"])}
-            for half, first in zip(HALVES, (0, 1000), strict=True)
+            for half, first in zip(HALVES, (0, HELD_OUT), strict=True)
         },
         "settings": {k: v for k, v in settings.items() if k not in ("study", "keep", "threads")},
         "thresholds": asdict(Thresholds()),

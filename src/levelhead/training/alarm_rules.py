@@ -107,7 +107,7 @@ class Thresholds:
     logit_rise: float = 3.0
     logit_hard: float = 2000.0
     sharpness_rise: float = 3.0
-    sharpness_gain: float = 0.15
+    sharpness_gain: float = 0.4
     swing_level: float = 0.2
     swing_rise: float = 2.0
     loss_gain: float = 0.01

@@ -407,7 +407,7 @@ def test_the_halves_that_are_asked_for_have_cells() -> None:
     seeds = {int(cell.given["seed"]) for cell in study._cells(settings)}
     assert seeds == {0, 1}
     both = study._cells(study.AlarmsSettings(seeds=2, null_seeds=1))
-    assert {int(cell.given["seed"]) for cell in both} == {0, 1, 1000, 1001}
+    assert {int(cell.given["seed"]) for cell in both} == {0, 1, 2000, 2001}
     assert len(both) == 2 * (2 + len(NULL))
 
 
@@ -427,7 +427,7 @@ def test_what_is_shipped_is_what_was_found(tmp_path: Path) -> None:
     assert rate.recall_low == pytest.approx(0.7513, abs=1e-4)  # tables of Clopper-Pearson bounds
     assert rate.false_high == pytest.approx(5.572 / 50, rel=1e-3)
     stored = json.loads(text)
-    assert stored["seeds"]["held-out"] == {"planted": "1000-1019", "null": "1000-1001"}
+    assert stored["seeds"]["held-out"] == {"planted": "2000-2019", "null": "2000-2001"}
     assert stored["thresholds"] == asdict(Thresholds())
 
 

@@ -49,10 +49,10 @@ def test_sharpness_is_held_against_the_upper_quartile_of_earlier_values() -> Non
     assert f"λ_max {spike:.3g}, above" in evidence.says
 
 
-@pytest.mark.parametrize(("after", "raised"), [(0.9, 1), (0.8, 0)])
+@pytest.mark.parametrize(("after", "raised"), [(0.7, 1), (0.5, 0)])
 def test_sharpness_may_grow_while_the_loss_falls_by_much(after: float, raised: int) -> None:
     values, levels = [*[2.0] * 5, *[9.0] * 3, 2.0], [*[1.0] * 5, *[after] * 4]
-    assert 1 - 0.9 < LIMITS.sharpness_gain < 1 - 0.8
+    assert 1 - 0.7 < LIMITS.sharpness_gain < 1 - 0.5
     assert len(judged("sharpness_spike", values, levels)) == raised
 
 
