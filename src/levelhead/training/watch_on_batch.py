@@ -57,7 +57,7 @@ class OnBatch:
         """
         if self._closure is None:
             return []
-        # Batch norms write to their buffers in a way that versions do not show.
+        # Power-iteration steps stand still, so that every pass measures the same weights.
         footprint = Footprint((self._look.model,))
         with (
             footprint.replayed(footprint.random_state()),
