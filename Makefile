@@ -72,7 +72,7 @@ $(VENV)/demo-installed: $(INPUTS)
 # curvlinops, which benchmarks compare with, asks for torchvision by way of backpack without using
 # it, and pip would take a build of it that does not load beside this torch.
 $(VENV)/dev-installed: $(INPUTS)
-	@$(call say_size,0.45 GB,3 GB)
+	@$(call say_size,0.6 GB,3.1 GB)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps "curvlinops-for-pytorch>=3" "backpack-for-pytorch>=1.6" "unfoldNd>=0.2"
 	@touch $@

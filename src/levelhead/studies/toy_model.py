@@ -75,6 +75,7 @@ class Arm:
         entropy: weight of a penalty on row entropy below `target` nat.
         quiet: weight of a penalty on ‖W_V W_O‖_F².
         tied: W_Q = W_K.
+        silent: W_O is zero and stays so, so that nothing is attended.
     """
 
     says: str
