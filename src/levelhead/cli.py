@@ -297,18 +297,25 @@ def demo(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    out: Annotated[Path | None, typer.Option(help="File. Default: report.html in RUN.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File; *.md: Markdown and SVG. Default: report.html in RUN."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write the report of a run: one HTML file that needs no network."""
-    from levelhead.report.document import write_report as work
+    """Write the report of a run: one HTML file that needs no network, or a Markdown page."""
+    from levelhead.report.document import write_report
+    from levelhead.report.markdown import write_markdown
 
     opened = Run.open(run)
     if opened.command == "watch":  # its Figures are of what was read by now, ended or not
         from levelhead.training.watch_figures import redraw
 
         redraw(opened)
-    typer.echo(work(opened, out))
+    if out is not None and out.suffix.lower() == ".md":
+        typer.echo(write_markdown(opened, out))
+    else:
+        typer.echo(write_report(opened, out))
 
 
 @data_app.command("list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -165,6 +166,8 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> LevelheadError:
+    if error.errno == errno.ENOENT:
+        return LevelheadError(f"{os.fspath(path)} could not be written: there is no such folder.")
     return LevelheadError(
         f"{os.fspath(path)} could not be written ({error.strerror or error}): "
         "free some space or choose another folder."

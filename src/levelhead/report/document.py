@@ -7,19 +7,20 @@ libraries that computed it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from levelhead.base.errors import InputError
 from levelhead.base.files import write_atomically
 from levelhead.base.records import Run
 from levelhead.report.figures import draw
 from levelhead.report.palette import SCHEMES
+from levelhead.report.settings import flat
 from levelhead.report.svg import clean
 
 __all__ = ["write_report"]
@@ -61,17 +62,17 @@ def write_report(
         lstrip_blocks=True,
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
-    source = resources.files("levelhead.report").joinpath("report.html.j2")
-    template = environment.from_string(source.read_text(encoding="utf-8"))
+    template = environment.from_string(_stored("report.html.j2"))
     page = template.render(
         title=run.title,
         command=run.command,
         notes=run.notes(),
         parts=_parts(run),
         most_without_list=MOST_WITHOUT_LIST,
-        settings=list(_flat(run.settings)),
+        settings=list(flat(run.settings)),
         versions=list(run.versions.items()),
         schemes=SCHEMES,
+        drawing_style=Markup(_stored("drawing.css")),
     )
     return write_atomically(path, page.encode("utf-8"))
 
@@ -92,12 +93,5 @@ def _parts(run: Run) -> list[dict[str, Any]]:
     return parts
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Settings as rows of name and text; nested ones get dotted names."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
-        elif isinstance(value, list):
-            yield f"{above}{name}", ", ".join(map(str, value)) or "–"
-        else:
-            yield f"{above}{name}", "–" if value is None or value == {} else str(value)
+def _stored(name: str) -> str:
+    return resources.files("levelhead.report").joinpath(name).read_text(encoding="utf-8")

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from levelhead.base.errors import InputError, Interrupted, StoredFileError
@@ -114,8 +116,9 @@ def run_study(
         jobs: cells at a time; `pool`: where they run when there are several.
         resume: go on in a folder that holds an unfinished run of the same settings.
 
-    Raises InputError for a used folder without `resume` and for changed settings, Interrupted for
-    Ctrl-C and SIGTERM (the same call with `resume` goes on to the same tables).
+    Raises InputError for a used folder without `resume`, for a folder that a study is running in
+    and for changed settings, Interrupted for Ctrl-C and SIGTERM (the same call with `resume` goes
+    on to the same tables).
     """
     settings = study_settings(study, preset, overrides, seeds)
     folder = Path(out)
@@ -127,34 +130,52 @@ def run_study(
         settings={"study": study.name, **settings.model_dump(mode="json")},
         resume=resume,
     )
-    write_atomically(folder / "settings.toml", tomli_w.dumps(_toml(settings)).encode())
-    cells: list[Cell] = []
-    outcomes: dict[str, Outcome] = {}
-    left_out: list[CellFailed] = []
-    while asked:
-        try:
-            left_out += execute(
-                study.run,
-                settings,
-                asked,
-                folder,
-                jobs=jobs,
-                pool=pool,
-                show_progress=show_progress,
-            )
-        except KeyboardInterrupt as error:
-            raise Interrupted(
-                f"what is finished is kept, go on with --resume --out {folder}",
-                getattr(error, "signal", None),
-            ) from error
-        outcomes |= {cell.name: found for cell in asked if (found := load_outcome(folder, cell))}
-        cells += asked
-        known = {cell.name for cell in cells}
-        following = _distinct(study, study.follow(settings, outcomes))
-        asked = [cell for cell in following if cell.name not in known]
-    findings = study.conclude(settings, outcomes)
-    _keep(run, study, settings, cells, outcomes, findings, left_out)
+    with _alone(folder):
+        write_atomically(folder / "settings.toml", tomli_w.dumps(_toml(settings)).encode())
+        cells: list[Cell] = []
+        outcomes: dict[str, Outcome] = {}
+        left_out: list[CellFailed] = []
+        while asked:
+            try:
+                left_out += execute(
+                    study.run,
+                    settings,
+                    asked,
+                    folder,
+                    jobs=jobs,
+                    pool=pool,
+                    show_progress=show_progress,
+                )
+            except KeyboardInterrupt as error:
+                raise Interrupted(
+                    f"what is finished is kept, go on with --resume --out {folder}",
+                    getattr(error, "signal", None),
+                ) from error
+            cells += asked
+            outcomes |= {c.name: found for c in asked if (found := load_outcome(folder, c))}
+            known = {cell.name for cell in cells}
+            following = _distinct(study, study.follow(settings, outcomes))
+            asked = [cell for cell in following if cell.name not in known]
+        findings = study.conclude(settings, outcomes)
+        _keep(run, study, settings, cells, outcomes, findings, left_out)
     return StudyResult(run, tuple(findings.statements), tuple(findings.conclusion), tuple(left_out))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second process out of the folder; the system frees it when this one dies."""
+    lock = FileLock(folder / "running.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise InputError(
+            f"a study is running in {folder} right now: wait for it or stop it, then --resume, or "
+            "choose another --out"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _distinct(study: Study[Any], cells: Sequence[Cell]) -> list[Cell]:

@@ -8,7 +8,9 @@ tested: entropy, sharpness and rank are changed one at a time (arms of the secon
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,13 +23,23 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
-from levelhead.base.errors import DivergenceError
+from levelhead.base.errors import DivergenceError, LevelheadError
 from levelhead.base.files import append_lines
 from levelhead.base.records import Reading
 from levelhead.diagnostics.sharpness import canonical_sharpness, leading_eigenpairs
+from levelhead.nn.sigma_reparam import remove
 from levelhead.studies.study import Cell, Outcome, Study, StudySettings, Workspace, grid
 from levelhead.studies.toy_conclusions import conclude
-from levelhead.studies.toy_model import ARMS, Arm, Toy, ToyNet, built, mean_loss, measured, toy_data
+from levelhead.studies.toy_model import (
+    ARMS,
+    Arm,
+    Toy,
+    ToyNet,
+    built,
+    graded_loss,
+    measured,
+    toy_data,
+)
 from levelhead.studies.toy_propositions import propositions
 from levelhead.training.loop import TrainingSettings, train
 
@@ -43,11 +55,12 @@ class ToySettings(StudySettings):
         context, horizon, channels, training, validation: sizes of the data.
         width: m, the inner dimension of attention.
         epochs, batch, rate, rho: of the headline arms; Adam at a constant rate.
-        inits, arms: the grid. The headline arms run with every initialisation, the others with
-            the first one only.
-        other_seeds: seeds of the other arms, and of the headline arms with other initialisations.
+        inits, arms: the grid. The headline arms run with the first initialisation and all seeds;
+            four of them also with the others.
+        other_seeds: of interventions. side_seeds: of the remaining arms, and of those with other
+            initialisations.
         curvature_every, curvature_windows: when and on how many windows λ_max is measured.
-        optimisers, rates, optimiser_epochs: the grid of Figure 15 (one seed).
+        optimisers, rates, optimiser_epochs, optimiser_arms: the grid of Figure 15 (one seed).
         floor: entropy in nat that "entropy-floor" keeps.
     """
 
@@ -64,39 +77,50 @@ class ToySettings(StudySettings):
     rho: float = Field(default=0.7, ge=0)
     inits: tuple[Literal["keras", "glorot"], ...] = ("keras", "glorot")
     arms: tuple[str, ...] = tuple(ARMS)
-    other_seeds: int = Field(default=2, ge=1)
+    other_seeds: int = Field(default=3, ge=1)
+    side_seeds: int = Field(default=1, ge=1)
     curvature_every: int = Field(default=10, ge=1)
     curvature_windows: int = Field(default=256, ge=8)
     optimisers: tuple[str, ...] = OPTIMISERS
     rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2)
     optimiser_epochs: int = Field(default=40, ge=1)
+    optimiser_arms: tuple[str, ...] = ("transformer",)
     floor: float = Field(default=1.0, ge=0)
 
 
 SLICED = ("transformer", "random", "sam")
 HEADLINE = ("transformer", "random", "sam", "sigma", "sigma-fast", "sam-sigma", "linear")
+# Arms that are also trained from other initialisations.
+OTHERWISE = ("transformer", "random", "sam", "sigma")
 
 
 def _cells(settings: ToySettings) -> list[Cell]:
-    first = settings.inits[0]
-    few = min(settings.seeds, settings.other_seeds)
-    cells = []
-    for cell in grid(
-        kind=["train"], init=settings.inits, arm=settings.arms, seed=range(settings.seeds)
-    ):
-        headline = cell.given["arm"] in HEADLINE
-        main = headline and cell.given["init"] == first
-        other = (headline or cell.given["init"] == first) and int(cell.given["seed"]) < few
-        if main or other:
-            cells.append(cell)
+    cells = [
+        cell
+        for cell in grid(
+            kind=["train"], init=settings.inits, arm=settings.arms, seed=range(settings.seeds)
+        )
+        if int(cell.given["seed"]) < _seeds(settings, cell)
+    ]
     if settings.optimisers:
         cells += grid(
             kind=["optimiser"],
-            arm=["transformer", "random"],
+            arm=settings.optimiser_arms,
             optimiser=settings.optimisers,
             rate=settings.rates,
         )
     return cells + grid(kind=["propositions"], seed=range(settings.seeds))
+
+
+def _seeds(settings: ToySettings, cell: Cell) -> int:
+    """With how many seeds the arm of a cell is trained from its initialisation."""
+    arm, init = str(cell.given["arm"]), cell.given["init"]
+    if init != settings.inits[0]:
+        return min(settings.seeds, settings.side_seeds) if arm in OTHERWISE else 0
+    if arm in HEADLINE:
+        return settings.seeds
+    few = settings.other_seeds if ARMS[arm].intervention else settings.side_seeds
+    return min(settings.seeds, few)
 
 
 def _run(settings: ToySettings, cell: Cell, workspace: Workspace) -> Outcome:
@@ -149,7 +173,8 @@ class _Curves:
         toy = self.toy
         epoch = len(self.lines)
         found: dict[str, Any] = {"epoch": epoch, **measured(self.model, toy.x_val, toy.y_val)}
-        if epoch % self.settings.curvature_every == 0 or epoch in (1, self.settings.epochs):
+        looked = epoch % self.settings.curvature_every == 0 or epoch in (1, self.settings.epochs)
+        if looked and np.isfinite(found["loss"]):
             found |= _curvature(self.settings, self.arm, self.model, toy)
             found["map"] = self.model.maps(toy.x_val[:1])[0].detach().double().tolist()
         self.lines[epoch] = found
@@ -158,35 +183,57 @@ class _Curves:
 
 
 def _curvature(settings: ToySettings, arm: Arm, model: ToyNet, toy: Toy) -> dict[str, float]:
-    """λ_max of the training loss on the first windows, at the balanced gauge."""
+    """λ_max of the training loss on the first windows, in all weights, at the balanced gauge.
+
+    Arms are measured alike: σReparam is folded into plain weights, and frozen weights count.
+    lambda_max_trained leaves out the weights that the arm does not train, as the paper does.
+    """
     count = settings.curvature_windows
     x, y = toy.x[:count], toy.y[:count]
+    plain = _plain(arm, model)
+    trained = [p for n, p in plain.named_parameters() if n in arm.trained]
 
     def loss() -> Tensor:
-        return (model.core(x) - y).square().mean()
+        return (plain.core(x) - y).square().mean()
 
     with torch.enable_grad():
-        found = canonical_sharpness(model, loss, rho=settings.rho)
-    return {
-        "lambda_max": found.largest_eigenvalue.value,
-        "sam_sharpness": found.sam,
-        "balanced": float(len(found.balanced)),
-    }
+        found = canonical_sharpness(plain, loss, rho=settings.rho, max_steps=300)
+        top = found.largest_eigenvalue.value
+        if found.left:
+            raise LevelheadError(f"attention is not at the balanced gauge: {dict(found.left)}")
+        if len(trained) < len(list(plain.parameters())):
+            some = canonical_sharpness(plain, loss, rho=settings.rho, params=trained, max_steps=300)
+            trained_top = some.largest_eigenvalue.value
+        else:
+            trained_top = top
+    return {"lambda_max": top, "lambda_max_trained": trained_top, "sam_sharpness": found.sam}
 
 
-def _slices(settings: ToySettings, model: ToyNet, toy: Toy) -> dict[str, Any]:
-    """The training loss along the two leading eigenvectors of its Hessian, at the last weights.
+def _plain(arm: Arm, model: ToyNet) -> ToyNet:
+    """A copy of plain weights that all want a gradient, with the same function."""
+    plain = copy.deepcopy(model)
+    if arm.gamma is not None:
+        remove(plain)
+    for weight in plain.parameters():
+        weight.requires_grad_(True)
+    return plain
+
+
+def _slices(settings: ToySettings, arm: Arm, model: ToyNet, toy: Toy) -> dict[str, Any]:
+    """The training loss along the two leading eigenvectors of its Hessian in all weights, at last.
 
     slice_at [41] distances in units of the weights, slice_loss [2, 41], slice_eigenvalues [2].
     """
     count = settings.curvature_windows
     x, y = toy.x[:count], toy.y[:count]
 
-    def loss() -> Tensor:
-        return (model.core(x) - y).square().mean()
+    plain = _plain(arm, model)
 
-    found = leading_eigenpairs(loss, [p for p in model.parameters() if p.requires_grad], 2)
-    weights = [p for p in model.parameters() if p.requires_grad]
+    def loss() -> Tensor:
+        return (plain.core(x) - y).square().mean()
+
+    weights = list(plain.parameters())
+    found = leading_eigenpairs(loss, weights, 2)
     before = [p.detach().clone() for p in weights]
     at = torch.linspace(-2 * settings.rho, 2 * settings.rho, 41, dtype=torch.float64)
     rows = []
@@ -198,8 +245,6 @@ def _slices(settings: ToySettings, model: ToyNet, toy: Toy) -> dict[str, Any]:
                     weight.copy_(start + distance * direction)
                 row.append(float(loss()))
             rows.append(row)
-        for weight, start in zip(weights, before, strict=True):
-            weight.copy_(start)
     return {
         "slice_at": at.numpy(),
         "slice_loss": np.array(rows),
@@ -226,7 +271,7 @@ def _trained(settings: ToySettings, cell: Cell, workspace: Workspace) -> Outcome
     )
     outcome = _fit(settings, cell, arm, model, toy, training, workspace, counts)
     if seed == 0 and cell.given["arm"] in SLICED and init == settings.inits[0]:
-        slices = _slices(settings, model, toy)
+        slices = _slices(settings, arm, model, toy)
         outcome = replace(outcome, arrays={**outcome.arrays, **slices})
     return outcome
 
@@ -291,8 +336,8 @@ class _LastWeights:
 
 
 def _closure(model: ToyNet, arm: Arm, toy: Toy, index: Tensor, floor: float) -> Any:
-    x, y = toy.x.index_select(0, index), toy.y.index_select(0, index)
-    return lambda: mean_loss(model, arm, x, y, floor)
+    x, y = toy.batch(index)
+    return lambda: graded_loss(model, arm, x, y, floor)
 
 
 def _epochs_in(state: Path) -> int:
@@ -322,12 +367,13 @@ def _outcome(
     drawn = [line for line in lines if "map" in line]
     arrays["maps"] = np.array([line["map"] for line in drawn])
     arrays["maps_epoch"] = np.array([line["epoch"] for line in drawn])
+    # What a training that diverged was like before is none of its results.
+    ends = {name: math.nan if notes else float(arrays[name][-1]) for name in names}
     readings = [
-        Reading(
-            name, float(arrays[name][-1]), where=where, step=int(lines[-1]["epoch"]), source="toy"
-        )
-        for name in names
+        Reading(name, value, where=where, step=int(lines[-1]["epoch"]), source="toy")
+        for name, value in ends.items()
     ]
+    readings.append(Reading("diverged", float(bool(notes)), where=where, source="toy"))
     readings += [
         Reading(f"parameters_{n}", float(v), where=where, source="toy") for n, v in counts.items()
     ]
@@ -405,7 +451,13 @@ STUDY = Study(
             "rates": (1e-3, 1e-2),
             "optimiser_epochs": 2,
         },
-        "full": {"epochs": 300, "seeds": 10},
+        "full": {
+            "epochs": 300,
+            "seeds": 10,
+            "other_seeds": 10,
+            "side_seeds": 10,
+            "optimiser_arms": ("transformer", "random"),
+        },
     },
     cells=_cells,
     run=_run,

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from levelhead.studies.study import Findings, Outcome, Table
 from levelhead.studies.toy_figures import figures
+from levelhead.studies.toy_interventions import account
 from levelhead.studies.toy_model import ARMS
 from levelhead.studies.toy_outcomes import ToyOutcomes, mean_and_half
+from levelhead.studies.toy_separation import Separation, separation
 from levelhead.studies.toy_statements import statements
 
 __all__ = ["conclude"]
@@ -37,8 +38,6 @@ _MEASURES = (
     "lambda_max",
     "sam_sharpness",
 )
-_CANDIDATES = ("entropy", "own", "rank", "nuclear", "lambda_max", "leak", "qk_norm", "path_norm")
-_INTERVENTIONS = tuple(name for name, arm in ARMS.items() if ":" in arm.says)
 
 
 def conclude(settings: Any, outcomes: Mapping[str, Outcome]) -> Findings:
@@ -47,12 +46,12 @@ def conclude(settings: Any, outcomes: Mapping[str, Outcome]) -> Findings:
     tables = [_final_table(found, init) for init in settings.inits]
     tables += [_difference_table(found), _optimiser_table(found), _count_table(found)]
     tables += [_proposition_table(found)]
-    separation = _separation(found)
-    if separation:
-        tables.append(_separation_table(separation))
+    separated = separation(found)
+    if separated is not None:
+        tables.append(separated.table())
     arrays, drawn = figures(found)
     shown = [table for table in tables if table.values.size]
-    return Findings(shown, arrays, drawn, statements(found), _sentences(found, separation))
+    return Findings(shown, arrays, drawn, statements(found), _sentences(found, separated))
 
 
 # ── tables ──
@@ -107,7 +106,7 @@ def _difference_table(found: ToyOutcomes) -> Table:
 def _optimiser_table(found: ToyOutcomes) -> Table:
     rows, values = [], []
     settings = found.settings
-    for arm in ("transformer", "random"):
+    for arm in settings.optimiser_arms:
         for optimiser in settings.optimisers:
             cells = [
                 found.outcomes.get(f"optimiser-{arm}-{optimiser}-{rate:g}")
@@ -163,96 +162,81 @@ def _proposition_table(found: ToyOutcomes) -> Table:
     )
 
 
-def _separation(found: ToyOutcomes) -> dict[str, float]:
-    """Rank correlation of each candidate with the excess, over all runs with learned attention."""
-    oracle = found.oracle()
-    excess: list[float] = []
-    rows: list[list[float]] = []
-    for init in found.settings.inits:
-        for arm in found.arms(init):
-            if ARMS[arm].mixing != "learned" or ARMS[arm].silent:
-                continue
-            for seed, outcome in found.trainings(arm, init).items():
-                if seed in oracle and math.isfinite(outcome.value("loss")):
-                    excess.append(outcome.value("loss") - oracle[seed])
-                    rows.append([outcome.value(n) for n in _CANDIDATES])
-    if len(rows) < 4:
-        return {}
-    values = np.array(rows)
-    result = {}
-    for column, name in enumerate(_CANDIDATES):
-        usable = np.isfinite(values[:, column])
-        if usable.sum() >= 4 and np.ptp(values[usable, column]) > 0:
-            rho = stats.spearmanr(values[usable, column], np.array(excess)[usable]).statistic
-            result[name] = float(rho)
-    return result
-
-
-def _separation_table(separation: Mapping[str, float]) -> Table:
-    names = sorted(separation, key=lambda n: (-abs(separation[n]), n))
-    return Table(
-        "separation",
-        "Which quantity tells apart who generalises",
-        "Rank correlation with the excess over all runs with learned or random attention; ±1 "
-        "orders the runs perfectly.",
-        names,
-        ["rank correlation"],
-        np.array([[separation[n]] for n in names]),
-        row_axis="quantity",
-    )
-
-
 # ── sentences ──
 
 
-def _sentences(found: ToyOutcomes, separation: Mapping[str, float]) -> list[str]:
+def _sentences(found: ToyOutcomes, separated: Separation | None) -> list[str]:
     init = found.settings.inits[0]
     oracle = found.oracle()
     said = []
     if oracle:
         said.append(
             f"Validation loss after {found.settings.epochs} epochs, {init} limits, means over "
-            f"{found.settings.seeds} seeds: oracle {np.mean(list(oracle.values())):.4g}, "
+            f"seeds (how many): oracle {np.mean(list(oracle.values())):.4g} ({len(oracle)}), "
             + ", ".join(
-                f"{arm} {np.mean(list(found.final(arm, init, 'loss').values())):.4g}"
+                f"{arm} {np.mean(losses):.4g} ({len(losses)})"
                 for arm in found.arms(init)
+                if (losses := list(found.final(arm, init, "loss").values()))
             )
             + "."
         )
-    said += [_moved(found, init)]
-    if separation:
-        order = sorted(separation, key=lambda n: -abs(separation[n]))
-        said.append(
-            f"Over all runs the quantity that orders the excess best is {order[0]} (rank "
-            f"correlation {separation[order[0]]:.2f}); entropy has "
-            f"{separation.get('entropy', math.nan):.2f}, λ_max "
-            f"{separation.get('lambda_max', math.nan):.2f}."
-        )
-    floors = found.proposition("prop21_all_excess")
-    last = found.settings.inits[-1]
-    random = found.final("random", last, "loss")
-    if floors.size and random and oracle and last == "glorot":
-        excess = np.mean([random[s] - oracle[s] for s in random if s in oracle])
-        said.append(
-            f"Random attention with glorot limits ends {excess:.3g} above the oracle; the best W "
-            f"for it is {np.mean(floors):.3g} above on the training windows (Prop. 2.1's scope): "
-            "its floor is set by the size of W_V W_O, not by optimisation."
-        )
+    said += [account(found), _sigma(found, init), _limits_change(found)]
+    said += ["" if separated is None else str(separated), _floor(found, oracle), *_lost(found)]
     return [sentence for sentence in said if sentence]
 
 
-def _moved(found: ToyOutcomes, init: str) -> str:
-    """Which intervention moves validation loss, and which does not."""
-    base = found.final("transformer", init, "loss")
-    moves = []
-    for arm in _INTERVENTIONS:
-        losses = found.final(arm, init, "loss")
-        pairs = np.array([losses[s] - base[s] for s in losses if s in base])
-        if not pairs.size:
-            continue
-        mean, half = mean_and_half(pairs)
-        clear = "" if len(pairs) == 1 else (" clearly" if abs(mean) > half else " not clearly")
-        moves.append(f"{arm} {mean:+.3g}{clear}")
-    if not moves:
+def _sigma(found: ToyOutcomes, init: str) -> str:
+    """What γ at the start and the rate change for σReparam."""
+    ways = {
+        "sigma": "γ = 1",
+        "sigma-fast": "γ = 1 at ten times the rate",
+        "sigma-kept": "γ = σ(W)",
+        "sigma-kept-fast": "γ = σ(W) at ten times the rate",
+    }
+    ends = {
+        says: np.mean(list(losses.values()))
+        for arm, says in ways.items()
+        if (losses := found.final(arm, init, "loss"))
+    }
+    if len(ends) < 2:
         return ""
-    return f"Against the transformer the interventions move validation loss so: {', '.join(moves)}."
+    told = ", ".join(f"{value:.4g} ({says})" for says, value in ends.items())
+    return f"σReparam ends at {told}."
+
+
+def _limits_change(found: ToyOutcomes) -> str:
+    """What other limits of the start change, over the arms and seeds that have both."""
+    first, *others = found.settings.inits
+    said = []
+    for init in others:
+        moves = []
+        for arm in found.arms(init):
+            here, there = found.final(arm, init, "loss"), found.final(arm, first, "loss")
+            pairs = [(there[s], here[s]) for s in here if s in there]
+            if pairs:
+                before, after = np.mean(pairs, axis=0)
+                moves.append(f"{arm} ends at {after:.4g} instead of {before:.4g}")
+        if moves:
+            said.append(f"With {init} instead of {first} limits {', '.join(moves)}.")
+    return " ".join(said)
+
+
+def _floor(found: ToyOutcomes, oracle: Mapping[int, float]) -> str:
+    """How much of the excess of random attention no W could have avoided (Prop. 2.1's scope)."""
+    floors, random = found.proposition("prop21_all_excess"), found.final("random", "glorot", "loss")
+    excesses = [random[s] - oracle[s] for s in random if s in oracle]
+    if not floors.size or not excesses or not np.isfinite(excesses).all():
+        return ""
+    excess, floor = float(np.mean(excesses)), float(np.mean(floors))
+    cause = "the size of W_V W_O as drawn" if floor > excess / 2 else "optimisation"
+    return (
+        f"Random attention with glorot limits ends {excess:.3g} above the oracle. The best W for "
+        f"it, in closed form, errs by {floor:.3g} on the training windows without their noise: "
+        f"most of the excess is due to {cause}."
+    )
+
+
+def _lost(found: ToyOutcomes) -> list[str]:
+    """Trainings that diverged; their numbers are left out of all means."""
+    names = [n for n, o in found.outcomes.items() if o.value("diverged") == 1]
+    return [f"Diverged, and in no mean: {', '.join(names)}."] if names else []

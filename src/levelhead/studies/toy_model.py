@@ -2,8 +2,10 @@
 
     Y = X W_toy + ε,   X [D, L], W_toy [L, H], ε [D, H], all standard normal
 
-Axes. Windows are X [N, D, L] and Y [N, D, H], one after the other in memory, so that a batch is
-gathered in long rows and X [N·D, L] is a matrix as it lies. A "leak" is what attention adds to a
+Axes. Windows are X [N, D, L] and Y [N, D, H]. A training window's X and Y lie side by side,
+[N, D, L + H]: a batch is gathered at once, and X [N·D, L] is a matrix as it lies, whose rows do not
+start at multiples of a power of two (a product with Xᵀ would lose a tenth to cache conflicts). A
+"leak" is what attention adds to a
 forecast for not being the identity: (A − I) X W_V W_O W.
 """
 
@@ -11,17 +13,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrize
 
 from levelhead.base.errors import InputError
 from levelhead.nn.samformer import SAMformerNet, attention_matrix
 from levelhead.nn.sigma_reparam import sigma_reparam
 
-__all__ = ["ARMS", "Arm", "Toy", "ToyNet", "built", "mean_loss", "measured", "toy_data"]
+__all__ = [
+    "ARMS",
+    "Arm",
+    "Toy",
+    "ToyNet",
+    "built",
+    "graded_loss",
+    "mean_loss",
+    "measured",
+    "toy_data",
+]
 
 Mixing = Literal["learned", "identity", "uniform"]
 # Rows of A whose own weight is below this count as not being the identity.
@@ -30,13 +43,27 @@ _OWN = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Toy:
-    """Training and validation windows: x, y [N, D, ·], x_val, y_val [V, D, ·]; truth [L, H]."""
+    """Training windows [N, D, L + H]; x_val, y_val [V, D, ·]; truth [L, H]."""
 
-    x: Tensor
-    y: Tensor
+    windows: Tensor
     x_val: Tensor
     y_val: Tensor
     truth: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        """What is known of the training windows, [N, D, L]."""
+        return self.windows[..., : len(self.truth)]
+
+    @property
+    def y(self) -> Tensor:
+        """What is to be forecast, [N, D, H]."""
+        return self.windows[..., len(self.truth) :]
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """X and Y of the training windows at the positions `index` [B]."""
+        gathered = self.windows.index_select(0, index)
+        return gathered[..., : len(self.truth)], gathered[..., len(self.truth) :]
 
 
 def toy_data(
@@ -52,13 +79,8 @@ def toy_data(
     truth = torch.randn(context, horizon, generator=draw)
     x = torch.randn(count, channels, context, generator=draw)
     y = x @ truth + torch.randn(count, channels, horizon, generator=draw)
-    return Toy(
-        x[:training].clone(),
-        y[:training].clone(),
-        x[training:].clone(),
-        y[training:].clone(),
-        truth,
-    )
+    windows = torch.cat((x[:training], y[:training]), dim=-1)
+    return Toy(windows, x[training:].clone(), y[training:].clone(), truth)
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,7 @@ class Arm:
     Args:
         says: in a few words.
         rho: SAM's radius as a share of the setting `rho`.
-        gamma: σReparam's γ at the start, None without it.
+        gamma: σReparam's γ at the start ("preserve": σ(W)), None without it.
         rate: factor on the learning rate.
         trained: parameters that are trained; others stay as they were drawn.
         mixing: "learned", or attention replaced by the identity or by the mean of all channels.
@@ -80,7 +102,7 @@ class Arm:
 
     says: str
     rho: float = 0.0
-    gamma: float | None = None
+    gamma: float | Literal["preserve"] | None = None
     rate: float = 1.0
     trained: tuple[str, ...] = ("query", "key", "value", "output", "head")
     mixing: Mixing = "learned"
@@ -88,6 +110,15 @@ class Arm:
     quiet: float = 0.0
     tied: bool = False
     silent: bool = False
+
+    @property
+    def intervention(self) -> bool:
+        """Whether it changes one of entropy, sharpness, rank and the attended path; `says` which.
+
+        >>> ARMS["entropy-none"].intervention, ARMS["sam"].intervention
+        (True, False)
+        """
+        return ":" in self.says
 
 
 ARMS: dict[str, Arm] = {
@@ -100,12 +131,13 @@ ARMS: dict[str, Arm] = {
     "linear": Arm("W alone, nothing attended", trained=("head",), silent=True),
     "tied": Arm("W_Q = W_K", tied=True),
     "sam-tied": Arm("SAM, W_Q = W_K", rho=1.0, tied=True),
+    "sigma-kept": Arm("σReparam, γ = σ(W)", gamma="preserve"),
+    "sigma-kept-fast": Arm("σReparam, γ = σ(W), ten times the rate", gamma="preserve", rate=10.0),
     # interventions: one thing each
     "entropy-none": Arm("entropy: A is the identity from the start", mixing="identity"),
     "entropy-full": Arm("entropy maximal, rank one: A is the mean", mixing="uniform"),
-    "entropy-floor": Arm("entropy: a penalty keeps rows soft", entropy=1.0),
-    "sharpness-low": Arm("sharpness: SAM with a tenth of the radius", rho=0.1),
-    "sharpness-mid": Arm("sharpness: SAM with a third of the radius", rho=1 / 3),
+    "entropy-floor": Arm("entropy: a penalty keeps rows soft", entropy=100.0),
+    "sharpness": Arm("sharpness: SAM with a third of the radius", rho=1 / 3),
     "quiet": Arm("the attended path: a penalty on W_V W_O", quiet=1e-3),
 }
 
@@ -173,53 +205,83 @@ def built(arm: Arm, context: int, horizon: int, *, init: str, width: int, seed: 
     return model
 
 
-class _SquaredError(torch.autograd.Function):
-    """Mean squared error of f(X) = X W + A(X) X W_V W_O W, with a backward pass written out.
+class _Kept(NamedTuple):
+    """What the backward pass needs of the forward pass.
 
-    Its point is speed: one product with X forward and one backward, and no tensor of the tape but
-    the few that are needed. Second derivatives go through `ToyNet.core` instead.
+    x [N, L]; query, key, value = X W_Q, X W_K, X W_V [B, D, m]; turned = A(X)ᵀ [B, D, D];
+    attended = A X W_V [N, m]; after = W_O W [m, H]; residual [N, H]; N = B·D.
     """
 
+    x: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    turned: Tensor
+    attended: Tensor
+    after: Tensor
+    residual: Tensor
+
+
+def _error(
+    x: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, w: Tensor
+) -> tuple[Tensor, _Kept]:
+    """Mean squared error of f(X) = X W + A(X) X W_V W_O W, with one product with X."""
+    windows, channels, context = x.shape
+    m, horizon = q.shape[1], w.shape[1]
+    rows = x.view(-1, context)
+    z = (rows @ torch.cat((q, k, v, w), dim=1)).view(windows, channels, -1)
+    query, key, value, head = z.split_with_sizes([m, m, m, horizon], dim=-1)
+    # Aᵀ, whose columns sum to one: a softmax along an outer axis is vectorised over the inner one,
+    # along a short last axis it is not.
+    turned = torch.softmax(torch.bmm(key, query.mT) / math.sqrt(m), dim=1)
+    attended = torch.bmm(turned.mT, value).view(-1, m)
+    after = o @ w
+    residual = (head - y).view(-1, horizon).addmm_(attended, after)
+    errors = residual.view(-1)
+    loss = torch.dot(errors, errors) / errors.numel()
+    return loss, _Kept(rows, query, key, value, turned, attended, after, residual)
+
+
+def _gradients(
+    kept: _Kept, o: Tensor, w: Tensor, slope: Tensor | float = 1.0
+) -> tuple[Tensor, ...]:
+    """`slope` times the derivatives of `_error` in q, k, v, o, w, with one product with Xᵀ."""
+    x, query, key, value, turned, attended, after, residual = kept
+    m, horizon = after.shape
+    g = residual * (2 / residual.numel() * slope)
+    d_attended = (g @ after.T).view(query.shape)
+    d_after = attended.T @ g
+    d_turned = torch.bmm(value, d_attended.mT)
+    d_logits = torch.ops.aten._softmax_backward_data(d_turned, turned, 1, turned.dtype)
+    d_logits /= math.sqrt(m)
+    d_z = torch.cat(
+        (
+            torch.bmm(d_logits.mT, key),
+            torch.bmm(d_logits, query),
+            torch.bmm(turned, d_attended),
+            g.view(*query.shape[:2], horizon),
+        ),
+        dim=-1,
+    )
+    d_joined = x.T @ d_z.view(len(x), -1)
+    d_q, d_k, d_v, d_w = d_joined.split_with_sizes([m, m, m, horizon], dim=1)
+    return d_q, d_k, d_v, d_after @ w.T, torch.addmm(d_w, o.T, d_after)
+
+
+class _SquaredError(torch.autograd.Function):
+    """`_error` on the tape; second derivatives go through `ToyNet.core` instead."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, w: Tensor
-    ) -> Tensor:
-        count, channels, _ = x.shape
-        m = q.shape[1]
-        z = (x.view(-1, x.shape[2]) @ torch.cat((q, k, v, w), dim=1)).view(count, channels, -1)
-        query, key, value, head = torch.split(z, [m, m, m, w.shape[1]], dim=-1)
-        maps = torch.softmax(torch.bmm(query, key.mT) / math.sqrt(m), dim=-1)
-        attended = torch.bmm(maps, value)
-        after = o @ w
-        residual = torch.addmm(head.reshape(-1, w.shape[1]), attended.view(-1, m), after)
-        residual -= y.view_as(residual)
-        ctx.save_for_backward(x, z, maps, attended, after, residual, o, w)
-        return residual.square().mean()
+    def forward(ctx: Any, x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
+        loss, kept = _error(x, y, *weights)
+        ctx.save_for_backward(*kept, *weights[3:])
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        x, z, maps, attended, after, residual, o, w = ctx.saved_tensors
-        count, channels, m = attended.shape
-        query, key, value, _ = torch.split(z, [m, m, m, w.shape[1]], dim=-1)
-        g = residual * (2 / residual.numel() * slope)
-        d_attended = (g @ after.mT).view_as(attended)
-        d_after = attended.view(-1, m).mT @ g
-        d_maps = torch.bmm(d_attended, value.mT)
-        d_logits = torch.ops.aten._softmax_backward_data(d_maps, maps, -1, maps.dtype)
-        d_logits /= math.sqrt(m)
-        d_z = torch.cat(
-            (
-                torch.bmm(d_logits, key),
-                torch.bmm(d_logits.mT, query),
-                torch.bmm(maps.mT, d_attended),
-                g.view(count, channels, -1),
-            ),
-            dim=-1,
-        )
-        d_joined = x.view(-1, x.shape[2]).mT @ d_z.view(-1, d_z.shape[-1])
-        d_q, d_k, d_v, d_w = torch.split(d_joined, [m, m, m, w.shape[1]], dim=1)
-        return None, None, d_q, d_k, d_v, d_after @ w.mT, d_w + o.mT @ d_after
+        *kept, o, w = ctx.saved_tensors
+        return None, None, *_gradients(_Kept(*kept), o, w, slope)
 
 
 def mean_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Tensor:
@@ -227,21 +289,50 @@ def mean_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Te
 
     `floor`: the entropy in nat that the penalty of the arm "entropy-floor" keeps.
     """
-    assert model.output is not None
-    if model.mixing == "learned" and model.query.requires_grad:
-        key = model.query if model.key is None else model.key
-        weights = (model.query, key, model.value, model.output, model.head)
-        loss: Tensor = _SquaredError.apply(x, y, *weights)  # type: ignore[no-untyped-call]
-    else:
-        loss = torch.nn.functional.mse_loss(model.core(x), y)
-    if arm.entropy:
-        maps = model.maps(x)
-        entropy = -(maps * maps.clamp_min(1e-30).log()).sum(-1)
-        loss = loss + arm.entropy * (floor - entropy).clamp_min(0).square().mean()
-    if arm.quiet:
-        gram = (model.value.mT @ model.value) * (model.output @ model.output.mT)
-        loss = loss + arm.quiet * gram.sum()
+    # σReparam computes a weight whenever it is read: here once for a pass.
+    with parametrize.cached():
+        if model.mixing == "learned" and model.query.requires_grad:
+            loss: Tensor = _SquaredError.apply(x, y, *_weights(model))  # type: ignore[no-untyped-call]
+        else:
+            loss = torch.nn.functional.mse_loss(model.core(x), y)
+        if arm.entropy:
+            maps = model.maps(x)
+            entropy = -(maps * maps.clamp_min(1e-30).log()).sum(-1)
+            loss = loss + arm.entropy * (floor - entropy).clamp_min(0).square().mean()
+        if arm.quiet:
+            assert model.output is not None
+            gram = (model.value.mT @ model.value) * (model.output @ model.output.mT)
+            loss = loss + arm.quiet * gram.sum()
     return loss
+
+
+def graded_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Tensor:
+    """`mean_loss` for a closure of `training.loop.train`: the plain error writes its gradients.
+
+    For an error without penalty in weights that are parameters themselves the tape only costs
+    time: the loss has no graph then, and its gradients are added to `grad`. Otherwise it is
+    `mean_loss`, and the loop takes the derivative.
+    """
+    plain = model.mixing == "learned" and not arm.entropy and not arm.quiet
+    if not plain or parametrize.is_parametrized(model):
+        return mean_loss(model, arm, x, y, floor)
+    weights = _weights(model)
+    if not all(weight.requires_grad for weight in weights):
+        return mean_loss(model, arm, x, y, floor)
+    with torch.inference_mode():
+        loss, kept = _error(x, y, *weights)
+        for weight, part in zip(weights, _gradients(kept, *weights[3:]), strict=True):
+            # W_Q = W_K comes twice; fused Adam reads gradients in the order of their weights.
+            weight.grad = part.contiguous() if weight.grad is None else weight.grad + part
+    return loss
+
+
+def _weights(model: ToyNet) -> tuple[Tensor, ...]:
+    """W_Q, W_K, W_V, W_O, W; W_Q twice where they are tied."""
+    query = model.query
+    assert model.output is not None
+    key = query if model.key is None else model.key
+    return query, key, model.value, model.output, model.head
 
 
 @torch.no_grad()

@@ -46,7 +46,9 @@ class ToyOutcomes:
         return found
 
     def final(self, arm: str, init: str, name: str) -> dict[int, float]:
-        return {s: o.value(name) for s, o in self.trainings(arm, init).items()}
+        """A number of the last epoch by seed; trainings that diverged are left out."""
+        found = {s: o.value(name) for s, o in self.trainings(arm, init).items()}
+        return {seed: value for seed, value in found.items() if not math.isnan(value)}
 
     def proposition(self, name: str) -> Floats:
         """One value for each seed."""

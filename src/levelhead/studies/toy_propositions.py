@@ -196,10 +196,8 @@ def _theorem_31(toy: Toy, width: int, seed: int, draw: torch.Generator) -> dict[
         entropy = _entropy(logits)
         rows = torch.linalg.vector_norm(logits - logits.mean(-1, keepdim=True), dim=-1)
         by_row = entropy_bound(rows, channels)
-        norm = (
-            torch.linalg.matrix_norm(q.mT @ q, 2).sqrt()
-            * torch.linalg.matrix_norm(k.mT @ k, 2).sqrt()
-        )
+        r_q, r_k = (torch.linalg.qr(m, mode="r").R for m in (q, k))
+        norm = torch.linalg.matrix_norm(r_q @ r_k.mT, 2)  # of W_K W_Qᵀ, as the theorem has it
         sizes = torch.linalg.matrix_norm(x @ x.mT, 2)
         spectral = entropy_bound(norm * sizes, channels)
         slack = min(

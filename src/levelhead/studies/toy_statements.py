@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levelhead.studies.study import Statement
+from levelhead.studies.toy_interventions import moved
 from levelhead.studies.toy_outcomes import ToyOutcomes, mean_and_half
 
 __all__ = ["statements"]
@@ -18,7 +19,7 @@ Floats = NDArray[np.float64]
 
 def statements(found: ToyOutcomes) -> list[Statement]:
     """All statements of the study."""
-    return [*_order(found), *_accounts(found), *_propositions(found)]
+    return [*_order(found), *_accounts(found), *moved(found), *_propositions(found)]
 
 
 # ── statements ──
@@ -69,8 +70,8 @@ def _accounts(found: ToyOutcomes) -> list[Statement]:
     init = found.settings.inits[0]
     out = []
     curves = found.trainings("transformer", init)
-    if curves:
-        firsts = [float(o.arrays["own"][1]) for o in curves.values()]
+    if curves:  # one of them got through its first epoch, or there is nothing to say
+        firsts = [float(o.arrays["own"][1]) for o in curves.values() if len(o.arrays["own"]) > 1]
         out.append(
             Statement(
                 "identity-early",
@@ -80,32 +81,10 @@ def _accounts(found: ToyOutcomes) -> list[Statement]:
                 found.paper_sized,
             )
         )
-    sharp, soft = found.final("transformer", init, "entropy"), found.final("sam", init, "entropy")
-    if sharp and soft:
-        a, b = np.mean(list(sharp.values())), np.mean(list(soft.values()))
-        limit = math.log(found.settings.channels)
-        out.append(
-            Statement(
-                "entropy-separates",
-                "Entropy collapse separates the failing arm from SAM (SAM keeps ten times more).",
-                bool(b >= 10 * a),
-                f"Entropy {a:.3f} without SAM and {b:.3f} with it, of at most {limit:.2f} nat.",
-                expected=False,
-            )
-        )
+    out += _entropy_separates(found, init)
     out += _replaced(found, init)
-    frozen, trained = (found.final(a, init, "lambda_max") for a in ("random", "transformer"))
-    if frozen and trained:
-        ratio = float(np.mean(list(trained.values())) / np.mean(list(frozen.values())))
-        out.append(
-            Statement(
-                "frozen-flat",
-                "λ_max with frozen attention is orders of magnitude (100 times) lower.",
-                bool(ratio >= 100),
-                f"It is lower by a factor of {ratio:.3g} at the end.",
-                expected=False,
-            )
-        )
+    out += _sigma_rank(found, init)
+    out += _frozen_flat(found, init)
     counts = found.outcomes.get(f"train-{init}-transformer-0")
     if counts is not None:
         share = counts.value("parameters_attention") / counts.value("parameters_trained")
@@ -121,25 +100,102 @@ def _accounts(found: ToyOutcomes) -> list[Statement]:
     return out
 
 
-def _replaced(found: ToyOutcomes, init: str) -> list[Statement]:
-    """After training: does the excess vanish when A is replaced by the identity?"""
-    oracle = found.oracle()
-    shares = []
-    for seed, outcome in found.trainings("transformer", init).items():
-        if seed in oracle:
-            excess = outcome.value("loss") - oracle[seed]
-            shares.append((outcome.value("loss") - outcome.value("loss_identity")) / excess)
-    if not shares:
+def _sigma_rank(found: ToyOutcomes, init: str) -> list[Statement]:
+    """The account that σReparam trades entropy collapse for rank collapse."""
+    with_it, without = (found.final(a, init, "rank") for a in ("sigma", "transformer"))
+    pairs = np.array([with_it[s] - without[s] for s in with_it if s in without])
+    if not pairs.size:
         return []
-    mean, half = mean_and_half(np.array(shares))
+    mean, half = mean_and_half(pairs)
+    rank, nuclear = (
+        [float(np.mean(list(found.final(a, init, n).values()))) for a in ("sigma", "transformer")]
+        for n in ("rank", "nuclear")
+    )
+    return [
+        Statement(
+            "sigma-rank",
+            "σReparam lowers the effective rank of attention.",
+            bool(mean + (half if math.isfinite(half) else 0.0) < 0),
+            f"It ends at {rank[0]:.3g} of {found.settings.channels}, without it at {rank[1]:.3g}; "
+            f"nuclear norms {nuclear[0]:.3g} and {nuclear[1]:.3g}.",
+            expected=False,
+        )
+    ]
+
+
+def _entropy_separates(found: ToyOutcomes, init: str) -> list[Statement]:
+    """The published account: the failing arm's entropy collapses, SAM's does not."""
+    limit = math.log(found.settings.channels)
+    ends = {arm: found.final(arm, init, "entropy") for arm in ("transformer", "sam")}
+    if not all(ends.values()):
+        return []
+    (low, low_half), (high, high_half) = (
+        mean_and_half(np.array(list(values.values())) / limit) for values in ends.values()
+    )
+    low_half, high_half = (h if math.isfinite(h) else 0.0 for h in (low_half, high_half))
+    return [
+        Statement(
+            "entropy-separates",
+            "Entropy separates the failing arm from SAM: it ends below a tenth of the largest "
+            "possible without SAM, above half of it with SAM.",
+            bool(low + low_half < 0.1 and high - high_half > 0.5),
+            f"Shares of log {found.settings.channels}: {low:.3f} ± {low_half:.3f} without SAM, "
+            f"{high:.3f} ± {high_half:.3f} with it.",
+            expected=False,
+        )
+    ]
+
+
+def _frozen_flat(found: ToyOutcomes, init: str) -> list[Statement]:
+    """The paper's Figure 3b: with frozen attention the surface is orders of magnitude flatter."""
+    told = {}
+    for name in ("lambda_max_trained", "lambda_max"):
+        frozen, trained = (found.final(a, init, name) for a in ("random", "transformer"))
+        logs = np.array([math.log10(trained[s] / frozen[s]) for s in trained if s in frozen])
+        told[name] = mean_and_half(logs)
+    mean, half = told["lambda_max_trained"]
+    if math.isnan(mean):
+        return []
+    half = half if math.isfinite(half) else 0.0
+    return [
+        Statement(
+            "frozen-flat",
+            "λ_max with frozen attention is orders of magnitude (100 times) lower.",
+            bool(mean - half >= 2),
+            f"Of the weights that are trained it is lower by a factor of {10**mean:.3g} "
+            f"[{10 ** (mean - half):.3g}, {10 ** (mean + half):.3g}], of all weights by "
+            f"{10 ** told['lambda_max'][0]:.3g}.",
+            expected=False,
+        )
+    ]
+
+
+def _replaced(found: ToyOutcomes, init: str) -> list[Statement]:
+    """After training: does the excess vanish when A is replaced, no weight being touched?"""
+    oracle = found.oracle()
+    ends = {
+        n: found.final("transformer", init, n) for n in ("loss", "loss_identity", "loss_uniform")
+    }
+    seeds = [s for s in ends["loss"] if s in oracle]
+    if not seeds:
+        return []
+    loss, own, uniform, best = (
+        np.array([values[s] for s in seeds]) for values in (*ends.values(), oracle)
+    )
+    excess, excess_half = mean_and_half(loss - best)
+    beyond, half = mean_and_half((loss - own) - 0.5 * (loss - best))
+    half, excess_half = (h if math.isfinite(h) else 0.0 for h in (half, excess_half))
+    share = float(np.mean(loss - own)) / excess
     return [
         Statement(
             "replaced-by-identity",
             "Most of the transformer's excess vanishes when its attention is replaced by the "
-            "identity after training, so that too little collapse does the harm, not too much.",
-            bool(mean - (half if math.isfinite(half) else 0.0) > 0.5),
-            f"{100 * mean:.0f} % of the excess vanishes"
-            + (f" (± {100 * half:.0f})." if math.isfinite(half) else ", one seed."),
+            "identity after training.",
+            bool(beyond - half > 0) if excess - excess_half > 0 else None,
+            f"Loss {np.mean(loss):.4g}, with the identity {np.mean(own):.4g}"
+            + (f": {100 * share:.0f} % of the excess" if excess - excess_half > 0 else "")
+            + f"; with the mean of all channels {np.mean(uniform):.4g}"
+            + ("." if len(seeds) > 1 else ", one seed."),
             expected=False,
         )
     ]

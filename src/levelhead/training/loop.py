@@ -139,7 +139,8 @@ def train(
 
     Args:
         batch_loss: positions `[B]` of windows → a function that computes their mean loss; it is
-            called once, or twice under SAM, and must not change the batch.
+            called once, or twice under SAM, and must not change the batch. A loss without a graph
+            is taken to have written the gradients of the weights already.
         count: number of windows to draw from.
         validate: smaller is better; None trains for `settings.epochs` and keeps the last weights.
         state_path: where to keep the resumable state; None keeps none.
@@ -147,6 +148,7 @@ def train(
         data: a fingerprint of the data; a state that was written for other data is refused.
 
     Raises:
+        InputError: there is no window, or a loss depends on no trained weight.
         DivergenceError: a loss or a weight is not finite; the weights are the best ones so far.
         Interrupted: SIGINT or SIGTERM came; the state holds the last finished epoch.
         StoredFileError: the state is damaged or was written under other settings.
@@ -189,7 +191,8 @@ class _Run:
         self.model, self.batch_loss, self.count = model, batch_loss, count
         self.validate, self.settings, self.state_path = validate, settings, state_path
         self.data = data
-        self.optimizer = _optimizer(model, settings)
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(self.weights, settings)
         self.history = History()
         self.best: dict[str, torch.Tensor] = {}
         all_steps = math.ceil(count / settings.batch_size)
@@ -250,9 +253,16 @@ class _Run:
 
     def step(self, compute: Closure) -> float:
         def closure() -> torch.Tensor:
-            self.optimizer.zero_grad(set_to_none=True)
+            for weight in self.weights:
+                weight.grad = None
             loss = compute()
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            elif all(weight.grad is None for weight in self.weights):
+                raise InputError(
+                    "the loss depends on no trained weight, and no gradient was written: return a "
+                    "loss with a graph, or set `grad` of the weights"
+                )
             return loss
 
         if isinstance(self.optimizer, SAM):
@@ -369,9 +379,8 @@ class _Run:
         self.optimizer.load_state_dict({"state": state, "param_groups": as_saved["param_groups"]})
 
 
-def _optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+def _optimizer(weights: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+    if not weights:
         raise InputError("the model has no parameter that requires a gradient: nothing to train")
     kind: type[torch.optim.Optimizer]
     kind = torch.optim.AdamW if settings.weight_decay > 0 else torch.optim.Adam
@@ -380,5 +389,5 @@ def _optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Opti
         kind, options = torch.optim.SGD, options | {"momentum": 0.9}
     options["fused"] = True
     if settings.rho == 0:
-        return kind(parameters, **options)
-    return SAM(parameters, kind, rho=settings.rho, adaptive=settings.adaptive, **options)
+        return kind(weights, **options)
+    return SAM(weights, kind, rho=settings.rho, adaptive=settings.adaptive, **options)

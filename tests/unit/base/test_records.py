@@ -382,7 +382,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         write_atomically(path, full)
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, broken)
-    with pytest.raises(LevelheadError, match="No such file or directory"):
+    with pytest.raises(LevelheadError, match="there is no such folder"):
         write_atomically(tmp_path / "none" / "a", b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

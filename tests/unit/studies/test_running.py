@@ -155,6 +155,27 @@ def test_a_used_folder_is_refused_and_resumed_only_with_its_settings(tmp_path: P
     assert len((tmp_path / "starts-1").read_text()) == 1
 
 
+def test_two_studies_do_not_run_in_one_folder_at_once(tmp_path: Path) -> None:
+    told, out = {"folder": str(tmp_path)}, tmp_path / "out"
+    run_study(STUDY, out, overrides=told, show_progress=False)
+    before = (out / "settings.toml").stat().st_mtime_ns
+    holds = "import filelock, sys; held = filelock.FileLock(sys.argv[1]).acquire()"
+    waits = "print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{holds}; {waits}", str(out / "running.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        with pytest.raises(InputError, match=r"a study is running in .* right now: wait for it"):
+            run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
+        assert (out / "settings.toml").stat().st_mtime_ns == before
+        other.kill()  # the one that held the folder is gone, whatever file it left
+    run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
+    assert (out / "settings.toml").stat().st_mtime_ns > before
+
+
 def test_an_unknown_study_names_those_there_are() -> None:
     with pytest.raises(InputError, match="there is no study 'toys': choose from toy"):
         find_study("toys")

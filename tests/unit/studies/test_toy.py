@@ -10,7 +10,7 @@ import torch
 
 from levelhead.nn.samformer import SAMformerNet
 from levelhead.studies.running import study_settings
-from levelhead.studies.toy import STUDY
+from levelhead.studies.toy import STUDY, ToySettings, _curvature
 from levelhead.studies.toy_model import (
     ARMS,
     _SquaredError,
@@ -109,7 +109,8 @@ def test_penalties_of_arms_are_added_as_they_are_written() -> None:
     maps = model.maps(toy.x).detach().double().numpy()
     entropy = -(maps * np.log(maps)).sum(-1)
     floor = 1.05
-    penalty = np.square(np.maximum(floor - entropy, 0)).mean()
+    weight = ARMS["entropy-floor"].entropy
+    penalty = weight * np.square(np.maximum(floor - entropy, 0)).mean()
     found = mean_loss(model, ARMS["entropy-floor"], toy.x, toy.y, floor)
     assert float((found - plain).detach()) == pytest.approx(penalty, rel=1e-3)
     assert penalty > 0
@@ -152,9 +153,34 @@ def test_the_grid_has_headline_arms_with_all_seeds_and_the_rest_with_few() -> No
     settings = study_settings(STUDY)
     names = [cell.name for cell in STUDY.cells(settings)]
     assert "train-keras-sam-4" in names
-    assert "train-glorot-sam-1" in names
-    assert "train-glorot-sam-2" not in names
-    assert "train-keras-quiet-1" in names
-    assert "train-keras-quiet-2" not in names
+    assert "train-glorot-sam-0" in names
+    assert "train-glorot-sam-1" not in names
+    assert "train-glorot-sam-sigma-0" not in names
+    assert "train-keras-quiet-2" in names
+    assert "train-keras-quiet-3" not in names
+    assert "train-keras-tied-0" in names
+    assert "train-keras-tied-1" not in names
     assert "train-glorot-quiet-0" not in names
-    assert sum(name.startswith("optimiser") for name in names) == 2 * 4 * 3
+    assert sum(name.startswith("optimiser") for name in names) == 4 * 3
+
+
+def test_sharpness_is_of_the_function_not_of_how_an_arm_writes_it() -> None:
+    toy = toy_data(32, 8, 4, 64, 8, seed=0)
+    settings = ToySettings(curvature_windows=64)
+    found = {
+        name: _curvature(
+            settings, ARMS[name], built(ARMS[name], 32, 8, init="keras", width=4, seed=0), toy
+        )
+        for name in ("transformer", "sigma-kept", "random", "linear", "tied", "entropy-none")
+    }
+    plain = found["transformer"]
+    # The same function from the same weights, under σReparam and with attention frozen.
+    for name in ("sigma-kept", "random"):
+        assert found[name]["lambda_max"] == pytest.approx(plain["lambda_max"], rel=1e-3)
+        assert found[name]["sam_sharpness"] == pytest.approx(plain["sam_sharpness"], rel=1e-3)
+    assert plain["lambda_max_trained"] == plain["lambda_max"]
+    assert found["random"]["lambda_max_trained"] < 0.9 * plain["lambda_max"]
+    # Of W alone the loss is a quadratic: 2 λ_max(XᵀX) / (N D H), by another route.
+    x = toy.x.reshape(-1, 32).double()
+    exact = 2 * torch.linalg.eigvalsh(x.mT @ x)[-1] / (len(x) * 8)
+    assert found["linear"]["lambda_max_trained"] == pytest.approx(float(exact), rel=0.02)

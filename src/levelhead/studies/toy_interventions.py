@@ -1,0 +1,157 @@
+"""The published account of the toy problem's failure, held against interventions.
+
+The account: the transformer fails because its attention's entropy collapses (and the loss surface
+sharpens); SAM heals that. It foretells that a transformer whose entropy is kept generalises better,
+that one whose entropy is taken away altogether does not, and that SAM's attention keeps its
+entropy. Each intervention changes one thing; whether it did is checked before its effect counts.
+Differences are within seeds, intervals Student's t, p-values Holm's over all that ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from levelhead.evaluation.significance import Comparison, holm, paired_seeds
+from levelhead.studies.study import Statement
+from levelhead.studies.toy_model import ARMS
+from levelhead.studies.toy_outcomes import ToyOutcomes
+
+__all__ = ["Intervention", "account", "interventions", "moved"]
+
+_SIGNIFICANT = 0.05
+_KEPT = 0.9
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """An arm against the transformer.
+
+    Args:
+        arm: its name.
+        found: its validation loss minus the transformer's; None with fewer than two shared seeds.
+        single: the same of one seed, if that is all there is.
+        p: after Holm; nan if it was not tested.
+        worked: whether the thing that it changes did change.
+        check: the sentence that says so.
+    """
+
+    arm: str
+    found: Comparison | None
+    single: float
+    p: float
+    worked: bool
+    check: str
+
+    @property
+    def direction(self) -> int:
+        """-1 if validation loss clearly fell, 1 if it clearly rose, 0 if neither is shown."""
+        if self.found is None or not self.worked or not self.p < _SIGNIFICANT:
+            return 0
+        return 1 if self.found.difference > 0 else -1
+
+    def __str__(self) -> str:
+        """The effect, and whether it counts."""
+        if self.found is None:
+            return f"{self.single:+.3g} (one seed)"
+        c = self.found
+        return f"{c.difference:+.3g} [{c.low:.3g}, {c.high:.3g}], p {self.p:.2g}" + (
+            "" if self.worked else " (but the intervention did not take)"
+        )
+
+
+def interventions(found: ToyOutcomes) -> list[Intervention]:
+    """All interventions that ran, first initialisation."""
+    init = found.settings.inits[0]
+    base = found.final("transformer", init, "loss")
+    tested: dict[str, Comparison] = {}
+    singles: dict[str, float] = {}
+    for arm in (a for a in found.arms(init) if ARMS[a].intervention):
+        losses = found.final(arm, init, "loss")
+        shared = [s for s in losses if s in base and math.isfinite(losses[s] + base[s])]
+        if len(shared) > 1:
+            tested[arm] = paired_seeds([losses[s] for s in shared], [base[s] for s in shared])
+        elif shared:
+            singles[arm] = losses[shared[0]] - base[shared[0]]
+    adjusted = holm({a: c.p_value for a, c in tested.items() if math.isfinite(c.p_value)})
+    return [
+        Intervention(
+            arm,
+            tested.get(arm),
+            singles.get(arm, math.nan),
+            adjusted.get(arm, math.nan),
+            *_took(found, init, arm),
+        )
+        for arm in [*tested, *singles]
+    ]
+
+
+def _took(found: ToyOutcomes, init: str, arm: str) -> tuple[bool, str]:
+    """Whether what the arm changes has changed at the end, and the numbers."""
+
+    def mean(name: str, of: str = arm) -> float:
+        values = list(found.final(of, init, name).values())
+        return float(np.mean(values)) if values else math.nan
+
+    def lower(name: str, said: str) -> tuple[bool, str]:
+        ours, plain = mean(name), mean(name, "transformer")
+        return ours < plain, f"{said} ends at {ours:.3g}, the transformer's at {plain:.3g}"
+
+    floor = found.settings.floor
+    checks: Mapping[str, Callable[[], tuple[bool, str]]] = {
+        "entropy-none": lambda: (mean("entropy") == 0, f"entropy is {mean('entropy'):.3g} nat"),
+        "entropy-full": lambda: (
+            mean("rank") < 1 + 1e-6,
+            f"entropy is {mean('entropy'):.3g} nat, the rank {mean('rank'):.3g}",
+        ),
+        "entropy-floor": lambda: (
+            mean("entropy") >= _KEPT * floor,
+            f"entropy ends at {mean('entropy'):.3g} nat, {floor:g} was to be kept",
+        ),
+        "sharpness": lambda: lower("lambda_max", "λ_max"),
+        "quiet": lambda: lower("path_norm", "‖W_V W_O W‖₂"),
+    }
+    return checks[arm]()
+
+
+def moved(found: ToyOutcomes) -> list[Statement]:
+    """One question for each intervention: does it move validation loss?"""
+    out = []
+    for one in interventions(found):
+        judged = one.found is not None and math.isfinite(one.p) and one.worked
+        out.append(
+            Statement(
+                f"moves-{one.arm}",
+                f"Validation loss moves when one thing is changed ({ARMS[one.arm].says}).",
+                one.direction != 0 if judged else None,
+                f"Difference {one}; {one.check}.",
+                expected=False,
+            )
+        )
+    return out
+
+
+def account(found: ToyOutcomes) -> str:
+    """What the interventions say of the account, in one sentence; empty without any."""
+    ran = {one.arm: one for one in interventions(found)}
+    if not ran:
+        return ""
+    moves = "; ".join(f"{arm} {one}" for arm, one in ran.items())
+    told = f"Against the transformer interventions move validation loss (p after Holm): {moves}."
+    none, floor = ran.get("entropy-none"), ran.get("entropy-floor")
+    if none is None or floor is None or none.found is None or floor.found is None:
+        return f"{told} Whether entropy collapse explains the failure is not judged."
+    if none.direction < 0:
+        verdict = (
+            "Taking entropy away altogether heals the failure, so that entropy collapse is not "
+            "what causes it"
+        )
+        if floor.direction > 0:
+            verdict += ", and keeping it does harm"
+        return f"{told} {verdict}."
+    if floor.direction < 0:
+        return f"{told} Keeping entropy heals the failure: that agrees with the published account."
+    return f"{told} They neither bear out the account nor refute it."
