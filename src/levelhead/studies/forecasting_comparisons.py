@@ -2,13 +2,15 @@
 
 A place is a set and a horizon. Losses are `[N]`, one for each test window in order of time, means
 over the seeds that two arms share; a difference is the first minus the second, so that below zero
-the first is better. Neighbouring windows overlap, so that blocks of H of them are drawn together.
+the first is better. Neighbouring windows overlap: Student's t is over means of blocks of 2H of
+them, which share none. Diebold and Mariano's test stands beside it, and the interval of the block
+bootstrap for description (it is too narrow: see `evaluation.significance`).
 
 The claims are named before any number is seen, and all their places form one family for Holm, but
-for those whose test windows hold fewer than five blocks: two or three blocks drawn again and again
-tell nothing of chance, so that nothing is judged there. A claim is borne out at a place if its
-adjusted p is at most .05 *and* every seed has the sign of the claim: the bootstrap takes the
-trained weights as given and knows nothing of initialisations.
+for those that are not judged: with fewer than five blocks of 2H; with one seed, for windows take
+the trained weights as given and know nothing of initialisations; and where a training was stopped
+by a limit of epochs that is lower than the study's. A claim is borne out at a place if its adjusted
+p is at most .05 *and* every seed has the sign of the claim; likewise its opposite.
 """
 
 from __future__ import annotations
@@ -16,27 +18,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from levelhead.evaluation.significance import (
+    LEAST_BLOCKS,
     Comparison,
     block_bootstrap,
     diebold_mariano,
     holm,
+    paired_blocks,
     paired_seeds,
 )
-from levelhead.studies.forecasting_models import ARMS
-from levelhead.studies.study import Outcome
+from levelhead.studies.forecasting_epochs import at_equal_epochs, cut_short
+from levelhead.studies.forecasting_outcomes import Losses, Place
 
-__all__ = ["CLAIMS", "Claim", "Compared", "Losses", "Place", "against", "compared"]
+__all__ = ["CLAIMS", "LEVEL", "Claim", "Compared", "against", "compared"]
 
 FloatArray = NDArray[np.float64]
-Place = tuple[str, int]
 LEVEL = 0.05
-LEAST_BLOCKS = 5
+BLOCK = 2
+"""Blocks are of so many horizons."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Claim:
         name, says: short, and as a sentence about a set.
         better, worse: arms.
         gains: two more arms; then the gain of `better` over `worse` is held to be smaller than
-            that of the first of these over the second.
+            `part` of that of the first of these over the second.
+        words: for what is claimed, and for its opposite.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Claim:
     better: str
     worse: str
     gains: tuple[str, str] | None = None
+    part: float = 1.0
+    words: tuple[str, str] = ("better", "worse")
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -62,6 +68,7 @@ class Claim:
         return (self.better, self.worse, *(self.gains or ()))
 
 
+_SLIPPED = ("samformer-slip", "transformer-slip")
 CLAIMS = (
     Claim("sam", "SAM makes the transformer better", "samformer", "transformer"),
     Claim("line", "SAMformer is better than the straight line", "samformer", "line"),
@@ -73,53 +80,20 @@ CLAIMS = (
         "SAM gains less with a correct RevIN than with the released slip",
         "samformer",
         "transformer",
-        ("samformer-slip", "transformer-slip"),
+        _SLIPPED,
+        words=("smaller", "larger"),
+    ),
+    Claim(
+        "slip-explains",
+        "most of SAM's gain with the released code is the slip's",
+        "samformer",
+        "transformer",
+        _SLIPPED,
+        part=0.5,
+        words=("more than half", "less than half"),
     ),
 )
 """The primary comparisons."""
-
-
-@dataclass(frozen=True, eq=False)
-class Losses:
-    """Outcomes by cell, asked for the losses of an arm at a place."""
-
-    settings: Any
-    outcomes: Mapping[str, Outcome]
-
-    @property
-    def places(self) -> list[Place]:
-        """Sets and horizons with at least one finished cell, in the order of the settings."""
-        return [
-            (name, horizon)
-            for name in self.settings.sets
-            for horizon in self.settings.horizons
-            if self.arms((name, horizon))
-        ]
-
-    def arms(self, place: Place) -> list[str]:
-        """The arms that finished a cell at `place`."""
-        return [arm for arm in self.settings.arms if self.seeds(place, arm)]
-
-    def seeds(self, place: Place, arm: str) -> dict[int, Outcome]:
-        """Outcomes by seed."""
-        named = {s: f"{place[0]}-{place[1]}-{arm}-{s}" for s in range(self.settings.seeds)}
-        return {s: self.outcomes[n] for s, n in named.items() if n in self.outcomes}
-
-    def values(self, place: Place, arm: str, name: str) -> FloatArray:
-        """One reading by seed."""
-        return np.array([o.value(name) for o in self.seeds(place, arm).values()])
-
-    def mean(self, place: Place, arm: str, name: str) -> float:
-        """Mean of a reading over seeds; nan if there is none."""
-        values = self.values(place, arm, name)
-        return float(values.mean()) if values.size else float("nan")
-
-    def by_seed(self, place: Place, arm: str) -> dict[int, FloatArray]:
-        """Squared errors `[N]` by seed; a closed form has the same ones for every seed."""
-        found = {s: o.arrays["squared"] for s, o in self.seeds(place, arm).items()}
-        if ARMS[arm].line is not None and found:
-            return dict.fromkeys(range(self.settings.seeds), next(iter(found.values())))
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,32 +101,63 @@ class Compared:
     """A claim at a place.
 
     Args:
-        windows: block bootstrap over test windows of losses averaged over seeds.
+        windows: Student's t over blocks of 2H test windows, of losses averaged over seeds.
+        bootstrap: block bootstrap over the same windows, for description.
         diebold_mariano: the same by Diebold and Mariano, None for too few blocks.
         seeds: Student's paired t over seeds, None for one seed.
         alike: every seed's difference has the sign of the mean.
         blocks: how many blocks of H the test windows hold.
-        adjusted: the bootstrap's p after Holm; nan for too few blocks.
+        reasons: why it is not judged; none if it is.
+        beside: what can be said at equal numbers of epochs where a training was stopped.
+        whole: the gain of which a part is asked for, if one is.
+        adjusted: the p of `windows` after Holm; nan where nothing is judged.
     """
 
     claim: Claim
     place: Place
     windows: Comparison
+    bootstrap: Comparison
     diebold_mariano: Comparison | None
     seeds: Comparison | None
     alike: bool
     blocks: float
+    reasons: tuple[str, ...] = ()
+    beside: str = ""
+    whole: Comparison | None = None
     adjusted: float = float("nan")
 
     @property
     def judged(self) -> bool:
-        """Whether there are enough blocks to judge by."""
-        return self.blocks >= LEAST_BLOCKS
+        """Whether there is enough to judge by."""
+        return not self.reasons
+
+    @property
+    def askable(self) -> bool:
+        """Whether the gain of which a part is asked for is there, with its interval."""
+        return self.whole is None or self.whole.low > 0
 
     @property
     def holds(self) -> bool:
         """Whether the claim is borne out here."""
-        return self.adjusted <= LEVEL and self.windows.difference < 0 and self.alike
+        return self._clear and self.windows.difference < 0 and self.alike
+
+    @property
+    def contrary(self) -> bool:
+        """Whether its opposite is."""
+        return self._clear and self.windows.difference > 0 and self.alike
+
+    @property
+    def _clear(self) -> bool:
+        return self.judged and self.adjusted <= LEVEL and self.askable
+
+    @property
+    def share(self) -> float | None:
+        """Share of the whole gain that is not left, if there is a gain and it is a share."""
+        if self.whole is None or not self.askable:
+            return None
+        left = self.windows.difference + self.claim.part * self.whole.difference
+        share = 1 - left / self.whole.difference
+        return share if 0 <= share <= 1 else None
 
 
 def compared(losses: Losses) -> list[Compared]:
@@ -170,44 +175,60 @@ def compared(losses: Losses) -> list[Compared]:
 
 def _compared(losses: Losses, claim: Claim, place: Place) -> Compared | None:
     runs = {arm: losses.by_seed(place, arm) for arm in claim.arms}
-    shared = sorted(set.intersection(*(set(run) for run in runs.values())))
     if not _comparable(list(runs.values())):
         return None
+    shared = sorted(set.intersection(*(set(run) for run in runs.values())))
     pairs = [_sides(claim, {arm: run[seed] for arm, run in runs.items()}) for seed in shared]
     first = np.mean([a for a, _ in pairs], axis=0)
     second = np.mean([b for _, b in pairs], axis=0)
     horizon, count = place[1], len(first)
-    windows = _bootstrap(losses, first, second, horizon)
-    enough = count >= LEAST_BLOCKS * horizon
-    tested = diebold_mariano(first, second, lags=horizon - 1) if enough else None
+    windows = paired_blocks(first, second, block=BLOCK * horizon)
+    enough = windows.count >= LEAST_BLOCKS
     means = np.array([[a.mean(), b.mean()] for a, b in pairs])
     signs = np.sign(means[:, 0] - means[:, 1])
-    over = paired_seeds(means[:, 0], means[:, 1]) if len(shared) > 1 else None
-    alike = bool((signs == np.sign(windows.difference)).all())
-    return Compared(claim, place, windows, tested, over, alike, count / horizon)
+    reasons = cut_short(losses, place, claim.arms, shared)
+    reasons += ["one seed"] * (len(shared) < 2)
+    if not enough:
+        reasons.append(f"{count / horizon:.1f} blocks of H")
+    elif not windows.judged:
+        reasons.append("no deviation between blocks")
+    gained = None
+    if claim.part != 1:
+        gained = paired_blocks(second / claim.part, np.zeros(count), block=BLOCK * horizon)
+    return Compared(
+        claim,
+        place,
+        windows,
+        _bootstrap(losses, first, second, horizon),
+        diebold_mariano(first, second, horizon=horizon) if enough else None,
+        paired_seeds(means[:, 0], means[:, 1]) if len(shared) > 1 else None,
+        bool((signs == np.sign(windows.difference)).all()),
+        count / horizon,
+        tuple(reasons),
+        at_equal_epochs(losses, place, claim.arms, shared),
+        gained,
+    )
 
 
 def _sides(claim: Claim, run: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArray]:
-    """What is compared `[N]`: two losses, or two gains (worse minus better)."""
+    """What is compared `[N]`: two losses, or a gain (worse minus better) and a part of another."""
     better, worse = run[claim.better], run[claim.worse]
     if claim.gains is None:
         return better, worse
-    return worse - better, run[claim.gains[1]] - run[claim.gains[0]]
+    return worse - better, claim.part * (run[claim.gains[1]] - run[claim.gains[0]])
 
 
 def against(losses: Losses, place: Place, arm: str, base: str) -> Comparison | None:
     """An arm minus another at a place, seeds averaged; for description, not a test.
 
-    The interval is nan where the windows hold too few blocks.
+    The interval is Student's over blocks, nan where the windows hold too few of them.
     """
     runs = losses.by_seed(place, arm), losses.by_seed(place, base)
     shared = sorted(set(runs[0]) & set(runs[1]))
     if not _comparable(runs):
         return None
     first, second = (np.mean([run[s] for s in shared], axis=0) for run in runs)
-    found = _bootstrap(losses, first, second, place[1])
-    enough = found.count >= LEAST_BLOCKS * place[1]
-    return found if enough else replace(found, low=math.nan, high=math.nan)
+    return paired_blocks(first, second, block=BLOCK * place[1])
 
 
 def _comparable(runs: Sequence[Mapping[int, FloatArray]]) -> bool:

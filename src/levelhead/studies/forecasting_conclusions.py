@@ -16,12 +16,11 @@ from levelhead.studies.forecasting_comparisons import (
     LEVEL,
     Claim,
     Compared,
-    Losses,
-    Place,
     compared,
 )
 from levelhead.studies.forecasting_figures import figures
-from levelhead.studies.forecasting_tables import named, tables
+from levelhead.studies.forecasting_outcomes import Losses, Place, named
+from levelhead.studies.forecasting_tables import tables
 from levelhead.studies.study import Findings, Outcome, Statement
 
 __all__ = ["conclude"]
@@ -46,7 +45,6 @@ def conclude(settings: Any, outcomes: Mapping[str, Outcome]) -> Findings:
     arrays, drawn = figures(losses)
     said = [*_windows(losses), *_starts(losses), *_known(losses)]
     said += [_answer(claim, name, claims) for name in settings.sets for claim in CLAIMS]
-    said += _explained(losses)
     return Findings(tables(losses, claims), arrays, drawn, said, _sentences(losses, claims))
 
 
@@ -136,70 +134,65 @@ def _known(losses: Losses) -> list[Statement]:
 def _answer(claim: Claim, name: str, claims: Sequence[Compared]) -> Statement:
     """A claim on a set: borne out at more than half of the horizons that can be judged, or not."""
     found = [c for c in claims if c.claim is claim and c.place[0] == name]
-    says = f"On {name} {claim.says} (at more than half of the horizons)."
-    judged = sum(c.judged for c in found)
+    label = f"{claim.name}-{name}"
     if not found:
-        return Statement(
-            f"{claim.name}-{name}", says, None, "Its cells are missing.", expected=False
-        )
-    holding = sum(c.holds for c in found)
-    numbers = "; ".join(_numbers(c) for c in found)
+        says = f"On {name} {claim.says}."
+        return Statement(label, says, None, "Its cells are missing.", expected=False)
+    judged = [c for c in found if c.judged]
+    holding = sum(c.holds for c in judged)
+    evidence = f"{_counts(claim, judged)}: {'; '.join(map(_numbers, found))}."
     return Statement(
-        f"{claim.name}-{name}",
-        says,
-        2 * holding > judged if judged else None,
-        f"At {holding} of {judged}: {numbers}.",
+        label,
+        f"On {name} {claim.says} ({_where([c.place[1] for c in found])}).",
+        2 * holding > len(judged) if judged else None,
+        evidence[:1].upper() + evidence[1:],
         expected=False,
     )
 
 
+def _where(horizons: Sequence[int]) -> str:
+    """The horizons that were tried, and at how many of them a claim is to hold."""
+    if len(horizons) == 1:
+        return f"tried at horizon {horizons[0]} alone"
+    tried = ", ".join(map(str, horizons[:-1]))
+    return f"at more than half of what can be judged of horizons {tried} and {horizons[-1]}"
+
+
+def _counts(claim: Claim, judged: Sequence[Compared]) -> str:
+    """How often the claim, and how often its opposite, is borne out."""
+    if not judged:
+        return "nothing can be judged"
+    holding, contrary = sum(c.holds for c in judged), sum(c.contrary for c in judged)
+    claimed, opposite = claim.words
+    against = f", {opposite} at {contrary} of {len(judged)}" if contrary else ""
+    return f"{claimed} at {holding} of {len(judged)}{against}"
+
+
 def _numbers(c: Compared) -> str:
+    """Difference and interval first, then p, or why there is none."""
     over = c.windows
     size = f"H {c.place[1]} {over.difference:+.4f}"
-    if not c.judged:
-        return f"{size} ({c.blocks:.1f} blocks of H, not judged)"
-    seeds = 1 if c.seeds is None else c.seeds.count
-    sign = "" if c.alike else ", seeds of both signs"
-    return (
-        f"{size} [{over.low:+.4f}, {over.high:+.4f}], p {c.adjusted:.2g} after Holm, {seeds} "
-        f"seed{'s' if seeds > 1 else ''}{sign}"
-    )
+    if over.judged:
+        size += f" [{over.low:+.4f}, {over.high:+.4f}]"
+    if c.judged and c.seeds is not None:
+        sign = "" if c.alike else " of both signs"
+        size += f", p {c.adjusted:.2g} after Holm, {c.seeds.count} seeds{sign}"
+    else:
+        size += f" ({', '.join(c.reasons)}: not judged)"
+    return size + f" ({c.beside})" * bool(c.beside) + _part(c)
 
 
-def _gains(losses: Losses) -> dict[str, list[tuple[int, float, float]]]:
-    """By set: (horizon, SAM's gain with a correct RevIN, with the released slip)."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
-    for place in losses.places:
-        plain, sam, slip, slip_sam = (
-            losses.mean(place, arm, "mse")
-            for arm in ("transformer", "samformer", "transformer-slip", "samformer-slip")
-        )
-        if np.isfinite([plain, sam, slip, slip_sam]).all():
-            found.setdefault(place[0], []).append((place[1], plain - sam, slip - slip_sam))
-    return found
-
-
-def _explained(losses: Losses) -> list[Statement]:
-    """Does the slip account for most of the gain that the released code shows?"""
-    made = []
-    for name, gains in _gains(losses).items():
-        correct, released = (float(np.mean(side)) for side in list(zip(*gains, strict=True))[1:])
-        numbers = ", ".join(f"H {h} {r:+.4f} instead of {g:+.4f}" for h, g, r in gains)
-        share = (
-            f"; {100 * (1 - correct / released):.0f} % of the mean gain is the slip's"
-            if released > 0
-            else "; there is no released gain to explain"
-        )
-        made.append(
-            Statement(
-                f"slip-explains-{name}",
-                f"On {name} most of SAM's gain with the released code is the slip's.",
-                bool(released > 0 and correct < released / 2),
-                f"Gains with the slip, instead of with a correct RevIN: {numbers}{share}.",
-                expected=False,
-            )
-        )
-    return made
+def _part(c: Compared) -> str:
+    """For a question about a part of a gain: that gain, and the share if it is one."""
+    if c.whole is None:
+        return ""
+    whole, said = c.whole, f"released gain {c.whole.difference:+.4f}"
+    if not whole.judged:
+        return f"; {said}"
+    said += f" [{whole.low:+.4f}, {whole.high:+.4f}]"
+    if not c.askable:
+        return f"; {said}, not clearly above zero"
+    return f"; {said}" + ("" if c.share is None else f", {100 * c.share:.0f} % of it the slip's")
 
 
 # ── sentences ──
@@ -207,30 +200,58 @@ def _explained(losses: Losses) -> list[Statement]:
 
 def _sentences(losses: Losses, claims: Sequence[Compared]) -> list[str]:
     said = [_errors(losses, place) for place in losses.places]
-    wins = {
-        arm: sum(_best(losses, place) == arm for place in losses.places)
-        for arm in losses.settings.arms
-    }
-    if losses.places:
-        order = sorted((a for a in wins if wins[a]), key=lambda a: -wins[a])
+    best = [arm for place in losses.places if (arm := _best(losses, place)) is not None]
+    wins = {arm: best.count(arm) for arm in losses.settings.arms if arm in best}
+    if best:
         said.append(
-            f"Lowest mean test error at {len(losses.places)} set-horizon pairs: "
-            + ", ".join(f"{arm} at {wins[arm]}" for arm in order)
+            f"Lowest mean test error at {len(best)} set-horizon pairs: "
+            + ", ".join(f"{arm} at {wins[arm]}" for arm in sorted(wins, key=lambda a: -wins[a]))
             + "."
         )
-    judged = sum(c.judged for c in claims)
-    if judged:
-        held = [f"{c.claim.name} ({named(c.place)})" for c in claims if c.holds]
-        said.append(
-            f"Of {judged} primary comparisons that can be judged {len(held)} are borne out (Holm, "
-            f"level {LEVEL:g}, all seeds of one sign)" + (f": {', '.join(held)}." if held else ".")
-        )
+    said += [_verdicts(claims), _stopped(losses)]
+    if losses.places:
         said.append(_apart(losses))
     return [sentence for sentence in said if sentence]
 
 
+def _verdicts(claims: Sequence[Compared]) -> str:
+    """How many primary comparisons are judged, and how they end."""
+    if not claims:
+        return ""
+    judged = [c for c in claims if c.judged]
+    said = f"{len(judged)} of {len(claims)} primary comparisons can be judged"
+    if not judged:
+        return said + "."
+    holding, contrary = (
+        [f"{c.claim.name} ({named(c.place)})" for c in judged if getattr(c, which)]
+        for which in ("holds", "contrary")
+    )
+    said += f" (Holm, level {LEVEL:g}, all of at least two seeds of one sign): "
+    said += f"{len(holding)} borne out" + f" ({', '.join(holding)})" * bool(holding)
+    said += f", the opposite of {len(contrary)}" + f" ({', '.join(contrary)})" * bool(contrary)
+    return said + "."
+
+
+def _stopped(losses: Losses) -> str:
+    """Trainings that a limit of epochs ended."""
+    found = [
+        f"{arm} ({named(place)}) at {losses.limit(place, arm)}"
+        for place in losses.places
+        for arm in losses.arms(place)
+        if losses.stopped(place, arm, list(losses.seeds(place, arm)))
+    ]
+    if not found:
+        return ""
+    return (
+        f"Stopped before the {losses.settings.epochs} epochs of the others, so that nothing that "
+        f"needs them is judged: {', '.join(found)}."
+    )
+
+
 def _errors(losses: Losses, place: Place) -> str:
     best = _best(losses, place)
+    if best is None:
+        return ""
     beside = [arm for arm in ("line", "transformer", "samformer") if losses.seeds(place, arm)]
     numbers = ", ".join(f"{arm} {losses.mean(place, arm, 'mse'):.4f}" for arm in beside)
     return (
@@ -239,9 +260,10 @@ def _errors(losses: Losses, place: Place) -> str:
     )
 
 
-def _best(losses: Losses, place: Place) -> str:
-    arms = losses.arms(place)
-    return min(arms, key=lambda arm: losses.mean(place, arm, "mse"))
+def _best(losses: Losses, place: Place) -> str | None:
+    """The arm with the lowest test error of those that are judged by one loss."""
+    errors = {arm: losses.mean(place, arm, "mse") for arm in losses.ranked(place)}
+    return min(errors, key=lambda arm: errors[arm]) if errors else None
 
 
 def _apart(losses: Losses) -> str:

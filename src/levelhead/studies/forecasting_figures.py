@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levelhead.base.records import Figure
-from levelhead.studies.forecasting_comparisons import Losses, Place, against
-from levelhead.studies.forecasting_tables import named, radii
+from levelhead.studies.forecasting_comparisons import against
+from levelhead.studies.forecasting_outcomes import Losses, Place, named
+from levelhead.studies.forecasting_tables import radii
 from levelhead.studies.toy_outcomes import mean_and_half
 
 __all__ = ["figures"]
@@ -39,7 +40,7 @@ def figures(losses: Losses) -> tuple[dict[str, NDArray[Any]], list[Figure]]:
 
 
 def _errors(losses: Losses, place: Place) -> Made | None:
-    arms = losses.arms(place)
+    arms = losses.ranked(place)
     if not arms:
         return None
     pairs = [mean_and_half(losses.values(place, arm, "mse")) for arm in arms]
@@ -49,8 +50,8 @@ def _errors(losses: Losses, place: Place) -> Made | None:
     return _bars(
         key,
         f"Test error by arm, {named(place)}",
-        f"Means over seeds with 95 % intervals over initialisations (none for one seed). {best} is "
-        f"lowest ({np.nanmin(values):.4g}).",
+        f"Means over seeds with 95 % intervals over initialisations (none for one seed), without "
+        f"arms with the slip. {best} is lowest ({np.nanmin(values):.4g}).",
         "mean squared error",
         arms,
         (values, error),
@@ -59,7 +60,7 @@ def _errors(losses: Losses, place: Place) -> Made | None:
 
 def _to_line(losses: Losses, place: Place) -> Made | None:
     arms, values, error = [], [], []
-    for arm in losses.arms(place):
+    for arm in losses.ranked(place):
         found = None if arm == "line" else against(losses, place, arm, "line")
         if found is not None:
             arms.append(arm)
@@ -72,8 +73,8 @@ def _to_line(losses: Losses, place: Place) -> Made | None:
     return _bars(
         f"line.{place[0]}",
         f"Test error minus the straight line's, {named(place)}",
-        "Seeds averaged, half widths of 95 % intervals by the block bootstrap over test windows, "
-        f"not adjusted. Below zero with its interval: {better}.",
+        "Seeds averaged, 95 % intervals by Student's t over blocks of 2H test windows (none for "
+        f"too few blocks), not adjusted. Below zero with its interval: {better}.",
         "difference of mean squared errors",
         arms,
         (np.array(values), np.array(error)),
@@ -88,16 +89,21 @@ def _bars(
     names: list[str],
     values: tuple[FloatArray, FloatArray],
 ) -> Made:
-    arrays = {f"{key}.values": values[0], f"{key}.error": np.nan_to_num(values[1])}
-    roles = {"values": f"{key}.values", "error": f"{key}.error"}
+    arrays = {f"{key}.values": values[0]}
+    if np.isfinite(values[1]).any():  # nan: this bar has no interval
+        arrays[f"{key}.error"] = values[1]
+    roles = {name.removeprefix(f"{key}."): name for name in arrays}
     figure = Figure(key, "bars", title, says, roles, axes={"x": unit}, labels={"names": names})
     return figure, arrays
 
 
 def _curve(losses: Losses, place: Place, name: str) -> Made | None:
-    """The median over seeds by epoch, a line for each arm that was trained."""
+    """The median over seeds by epoch, a line for each arm that was trained.
+
+    Curves of a loss are without arms with the slip, whose loss is another.
+    """
     arms, lines = [], []
-    for arm in losses.arms(place):
+    for arm in losses.arms(place) if name == "entropy_share" else losses.ranked(place):
         runs = [o.arrays.get(f"curve.{name}") for o in losses.seeds(place, arm).values()]
         curves = [run for run in runs if run is not None and np.isfinite(run).any()]
         if curves:

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from levelhead.studies.forecasting_comparisons import (
-    LEAST_BLOCKS,
-    Compared,
-    Losses,
-    Place,
-    against,
-)
+from levelhead.evaluation.significance import LEAST_BLOCKS
+from levelhead.studies.forecasting_comparisons import Compared, against
+from levelhead.studies.forecasting_models import ARMS
+from levelhead.studies.forecasting_outcomes import Losses, named
 from levelhead.studies.study import Table
 
-__all__ = ["named", "radii", "tables"]
+__all__ = ["radii", "tables"]
 
 FloatArray = NDArray[np.float64]
 _MEASURES = (
@@ -33,15 +30,6 @@ _MEASURES = (
     "best_epoch",
     "parameters",
 )
-
-
-def named(place: Place) -> str:
-    """A place in words.
-
-    >>> named(("ETTh1", 96))
-    'ETTh1 96'
-    """
-    return f"{place[0]} {place[1]}"
 
 
 def tables(losses: Losses, claims: Sequence[Compared]) -> list[Table]:
@@ -61,14 +49,15 @@ def tables(losses: Losses, claims: Sequence[Compared]) -> list[Table]:
 
 
 def _by_place(losses: Losses, measure: str, title: str) -> Table:
-    places, arms = losses.places, losses.settings.arms
+    places = losses.places
+    arms = [arm for arm in losses.settings.arms if not ARMS[arm].slip]
     values = [[losses.mean(place, arm, measure) for place in places] for arm in arms]
     return Table(
         measure,
         title,
-        "Standardised values, every test window counted, means over seeds; arms with the slip are "
-        "judged with it. The smallest of each column is marked.",
-        list(arms),
+        "Standardised values, every test window counted, means over seeds. The smallest of each "
+        "column is marked. Arms with the slip, whose loss is another, are in the slip's table.",
+        arms,
         [named(place) for place in places],
         np.array(values, dtype=float).reshape(len(arms), len(places)),
         row_axis="arm",
@@ -87,7 +76,7 @@ def _spread(losses: Losses) -> Table:
     return Table(
         "spread",
         "Deviation of the test error over initialisations",
-        "Over seeds; an empty cell has fewer than two.",
+        "Over seeds; an empty cell has fewer than two. Arms with the slip: of the error with it.",
         [arm for arm, keep in zip(arms, kept, strict=True) if keep],
         [named(place) for place in places],
         values[kept],
@@ -99,7 +88,7 @@ def _against_line(losses: Losses) -> Table:
     rows, values = [], []
     for place in losses.places:
         base = losses.mean(place, "line", "mse")
-        for arm in losses.arms(place):
+        for arm in losses.ranked(place):
             found = None if arm == "line" else against(losses, place, arm, "line")
             if found is not None:
                 share = 100 * found.difference / base
@@ -108,8 +97,9 @@ def _against_line(losses: Losses) -> Table:
     return Table(
         "against-line",
         "Test error minus the straight line's",
-        "Seeds averaged; 95 % intervals by the block bootstrap over test windows, not adjusted. "
-        f"Below zero the arm is better. No interval for fewer than {LEAST_BLOCKS} blocks of H.",
+        "Seeds averaged; 95 % intervals by Student's t over blocks of 2H test windows, not "
+        "adjusted. Below zero the arm is better. No interval for fewer than "
+        f"{LEAST_BLOCKS} blocks. Without arms with the slip, which are judged by another loss.",
         rows,
         ["difference", "low", "high", "% of the line's"],
         np.array(values, dtype=float).reshape(-1, 4),
@@ -117,30 +107,46 @@ def _against_line(losses: Losses) -> Table:
     )
 
 
+_COLUMNS = (
+    "difference",
+    "low",
+    "high",
+    "effect",
+    "p",
+    "p Holm",
+    "p DM",
+    "bootstrap low",
+    "bootstrap high",
+    "blocks of 2H",
+    "windows",
+    "judged",
+)
+
+
 def _claims(claims: Sequence[Compared]) -> Table:
-    columns = ["difference", "low", "high", "p", "p Holm", "p DM", "effect", "windows", "blocks"]
     values = []
     for c in claims:
-        over, tested = c.windows, c.diebold_mariano
+        over, tested, drawn = c.windows, c.diebold_mariano, c.bootstrap
+        shown = (drawn.low, drawn.high) if over.judged else (math.nan, math.nan)
         values.append(
             [
-                over.difference,
-                *((over.low, over.high, over.p_value) if c.judged else [math.nan] * 3),
-                c.adjusted,
-                math.nan if tested is None else tested.p_value,
-                *(over.effect, over.count, c.blocks),
+                *(over.difference, over.low, over.high, over.effect, over.p_value, c.adjusted),
+                *(math.nan if tested is None else tested.p_value, *shown),
+                *(over.count, drawn.count, c.judged),
             ]
         )
     return Table(
         "comparisons",
         "The primary comparisons, over test windows",
-        "First arm minus second (of slip: gain with a correct RevIN minus gain with the slip), "
-        "seeds averaged. p and interval by the block bootstrap, adjusted for all rows by Holm; "
-        "beside it Diebold and Mariano's. blocks: how many blocks of H the windows hold; with "
-        f"fewer than {LEAST_BLOCKS} nothing is judged.",
+        "First arm minus second (of slip: gain with a correct RevIN minus gain with the slip; of "
+        "slip-explains: minus half of it), seeds averaged. Interval, effect (over the deviation of "
+        "blocks) and p by Student's t over means of blocks of 2H windows, p adjusted for all that "
+        "is judged by Holm; beside it Diebold and Mariano's p. The block bootstrap's interval is "
+        f"too narrow and only described. With fewer than {LEAST_BLOCKS} blocks there is no "
+        "interval. judged: 0 also for one seed and for trainings that a limit of epochs stopped.",
         [f"{c.claim.name}, {named(c.place)}" for c in claims],
-        columns,
-        np.array(values, dtype=float).reshape(-1, len(columns)),
+        _COLUMNS,
+        np.array(values, dtype=float).reshape(-1, len(_COLUMNS)),
         row_axis="claim and place",
     )
 
@@ -150,14 +156,17 @@ def _over_seeds(claims: Sequence[Compared]) -> Table:
     return Table(
         "comparisons-seeds",
         "The primary comparisons, over initialisations",
-        "The same differences, by Student's paired t over seeds; not adjusted. alike: 1 if every "
-        "seed has the sign of the mean.",
+        "The same differences, by Student's paired t over seeds; not adjusted. No interval and no "
+        "p where all seeds agree exactly. alike: 1 if every seed has the sign of the mean.",
         [f"{c.claim.name}, {named(c.place)}" for c, _ in found],
-        ["difference", "low", "high", "p", "seeds", "alike"],
+        ["difference", "low", "high", "effect", "p", "seeds", "alike"],
         np.array(
-            [[s.difference, s.low, s.high, s.p_value, s.count, c.alike] for c, s in found],
+            [
+                [s.difference, s.low, s.high, s.effect, s.p_value, s.count, c.alike]
+                for c, s in found
+            ],
             dtype=float,
-        ).reshape(-1, 6),
+        ).reshape(-1, 7),
         row_axis="claim and place",
     )
 
@@ -234,7 +243,7 @@ def _measures(losses: Losses) -> Table:
         "What the fitted models are like",
         "Means over seeds. lambda_max and sam_rise (ρ .05) of the trained loss at the balanced "
         "gauge; entropy_share of log n, own weight and effective rank of attention on validation "
-        "windows; epochs done and the one that was kept.",
+        "windows; epochs done and the one that was kept. Arms with the slip: of the loss with it.",
         rows,
         list(_MEASURES),
         np.array(values, dtype=float).reshape(-1, len(_MEASURES)),

@@ -157,7 +157,7 @@ def run_study(
             following = _distinct(study, study.follow(settings, outcomes))
             asked = [cell for cell in following if cell.name not in known]
         findings = study.conclude(settings, outcomes)
-        _keep(run, study, settings, cells, outcomes, findings, left_out)
+        run = _keep(folder, study, settings, cells, outcomes, findings, left_out)
     return StudyResult(run, tuple(findings.statements), tuple(findings.conclusion), tuple(left_out))
 
 
@@ -185,16 +185,16 @@ def _distinct(study: Study[Any], cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _keep(
-    run: Run,
+    folder: Path,
     study: Study[Any],
     settings: StudySettings,
     cells: Sequence[Cell],
     outcomes: Mapping[str, Outcome],
     findings: Findings,
     left_out: Sequence[CellFailed],
-) -> None:
+) -> Run:
     """Write all that follows from the outcomes; doing it twice changes nothing."""
-    folder = run.folder
+    run = _without_conclusion(folder)
     (folder / "tables").mkdir(exist_ok=True)
     for table in findings.tables:
         write_atomically(folder / "tables" / f"{table.name}.csv", table.csv().encode())
@@ -220,6 +220,15 @@ def _keep(
     for cell, parts in seconds(folder, cells).items():
         lines += [f"{cell},{part},{value:.3f}" for part, value in parts.items()]
     write_atomically(folder / "timings.csv", ("\n".join(lines) + "\n").encode())
+    return run
+
+
+def _without_conclusion(folder: Path) -> Run:
+    """The run without what an earlier version of the program may have concluded from its cells."""
+    for pattern in ("notes.json", "figures.json", "arrays-*.safetensors", "tables/*.csv"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    return Run.open(folder)
 
 
 def _toml(settings: StudySettings) -> dict[str, Any]:

@@ -20,6 +20,7 @@ __all__ = ["MODELS", "MOVES", "conclude"]
 
 MODELS = ("random", "trained", "collapsed")
 MOVES = ("orthogonal", "scaling", "affine", "gauge", "permutation")
+OPTIMISERS = ("sgd", "adam")
 STAYS = 1e-6
 """A relative change below this is rounding."""
 
@@ -34,19 +35,34 @@ def conclude(outcomes: Mapping[str, Outcome], plain: AttentionView) -> Findings:
     changes = {m: _worst(readings, "change", seen, MOVES, model=m) for m in MODELS}
     tables = [_change_table(seen, changes)]
     again = {
-        kind: _middle(readings, "retrained", seen, MOVES, optimiser=kind)
-        for kind in ("sgd", "adam")
+        kind: _middle(readings, "retrained", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
     }
-    spread = {kind: _spread(readings, seen, kind) for kind in again}
-    tables += [_retrained_table(seen, again[kind], spread[kind], kind) for kind in again]
+    farthest = {
+        kind: _worst(readings, "retrained", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
+    }
+    spread = {kind: _spread(readings, seen, kind) for kind in OPTIMISERS}
+    tables += [_retrained_table(seen, again[kind], spread[kind], kind) for kind in OPTIMISERS]
+    missing = _missing(readings)
     statements = [
-        *_function_statements(readings),
-        _declared_statement(readings),
-        *_retrained_statements(seen, again, spread, plain),
+        _function_statement(readings, missing),
+        _declared_statement(readings, missing),
+        *_retrained_statements(seen, farthest, spread["sgd"], plain),
     ]
-    return Findings(
-        tables, statements=statements, conclusion=_sentences(seen, changes, again, spread)
-    )
+    said = _sentences(seen, changes, missing)
+    return Findings([t for t in tables if t.values.size], statements=statements, conclusion=said)
+
+
+def _missing(readings: Sequence[Reading]) -> str:
+    """Which models were not looked at, whole or with some of the seeds; "" if none is missing."""
+    seeds = sorted({int(r.where["seed"]) for r in readings if "seed" in r.where})
+    said = []
+    for model in MODELS:
+        there = {r.where["seed"] for r in readings if r.where.get("model") == model}
+        left = [str(seed) for seed in seeds if seed not in there]
+        if left or not seeds:
+            some = f" (seed{'s' * (len(left) > 1)} {', '.join(left)})" if there else ""
+            said.append(f"{model}{some}")
+    return ", ".join(said)
 
 
 def _worst(
@@ -83,9 +99,10 @@ def _table(
         place = reading.where
         if reading.name == name and all(place.get(k) == v for k, v in where.items()):
             held.setdefault((str(place["entry"]), str(place["move"])), []).append(reading.value)
-    return np.array(
-        [[float(how(held[r, c])) if (r, c) in held else math.nan for c in columns] for r in rows]
-    )
+    values = [
+        [float(how(held[r, c])) if (r, c) in held else math.nan for c in columns] for r in rows
+    ]
+    return np.array(values, dtype=float).reshape(len(rows), len(columns))
 
 
 def _spread(readings: Sequence[Reading], rows: Sequence[str], kind: str) -> Floats:
@@ -127,28 +144,34 @@ def _retrained_table(seen: Sequence[str], again: Floats, spread: Floats, kind: s
     )
 
 
-def _function_statements(readings: Sequence[Reading]) -> list[Statement]:
+def _of_all(name: str, claim: str, evidence: str, found: bool | None, missing: str) -> Statement:
+    """A statement of every model: it fails by one, and holds only if none is missing."""
+    if missing:
+        evidence += f" Missing: {missing}."
+    return Statement(name, claim, None if found and missing else found, evidence.strip())
+
+
+def _function_statement(readings: Sequence[Reading], missing: str) -> Statement:
     gaps = [r.value for r in readings if r.name == "function"]
-    if not gaps:
-        return [Statement("same-function", "Moves keep the function.", None, "No cell is there.")]
-    return [
-        Statement(
-            "same-function",
-            "Every move with adjusted weights keeps the layer's function (to 1e-9).",
-            max(gaps) < 1e-9,
-            f"Largest relative change of outputs {max(gaps):.2g}.",
-        )
-    ]
+    return _of_all(
+        "same-function",
+        "Every move with adjusted weights keeps the layer's function (to 1e-9).",
+        f"Largest relative change of outputs {max(gaps):.2g}." if gaps else "",
+        max(gaps) < 1e-9 if gaps else None,
+        missing,
+    )
 
 
-def _declared_statement(readings: Sequence[Reading]) -> Statement:
-    claim = "What the catalogue declares holds for every model."
+def _declared_statement(readings: Sequence[Reading], missing: str) -> Statement:
     wrong = [r.value for r in readings if r.name == "wrong"]
     count = sum(r.value for r in readings if r.name == "declarations")
-    if not wrong:
-        return Statement("declarations", claim, None, "No cell is there.")
-    evidence = f"{sum(wrong):.0f} of {count:.0f} declarations fail."
-    return Statement("declarations", claim, sum(wrong) == 0, evidence)
+    return _of_all(
+        "declarations",
+        "What the catalogue declares holds for every model.",
+        f"{sum(wrong):.0f} of {count:.0f} declarations fail." if wrong else "",
+        sum(wrong) == 0 if wrong else None,
+        missing,
+    )
 
 
 def _invariant_under(name: str, generators: Sequence[str], plain: AttentionView) -> bool:
@@ -160,61 +183,80 @@ def _invariant_under(name: str, generators: Sequence[str], plain: AttentionView)
 
 def _retrained_statements(
     seen: Sequence[str],
-    again: Mapping[str, Floats],
-    spread: Mapping[str, Floats],
+    farthest: Mapping[str, Floats],
+    spread: Floats,
     plain: AttentionView,
 ) -> list[Statement]:
-    if not np.isfinite(again["sgd"]).any():
-        return [Statement("sgd-equivariant", "SGD is equivariant.", None, "No cell is there.")]
-    turned = MOVES.index("orthogonal")
-    kept = [i for i, n in enumerate(seen) if _invariant_under(n, ["basis_rotation"], plain)]
-    worst = float(np.nanmax(again["sgd"][kept, turned]))
-    adam = float(np.nanmedian(again["adam"][kept, turned]))
-    gauge = MOVES.index("gauge")
+    """Trained again: all three by the largest change over seeds of the quantities in question."""
+    turned = [i for i, n in enumerate(seen) if _invariant_under(n, ["basis_rotation"], plain)]
     free = [i for i, n in enumerate(seen) if _invariant_under(n, ["qk_gauge", "vo_gauge"], plain)]
-    moved = again["sgd"][free, gauge]
+    turn, gauge = MOVES.index("orthogonal"), MOVES.index("gauge")
+    apart = spread[free][np.isfinite(spread[free])]
+    beside = f"; the median spread between seeds is {np.median(apart):.2g}" if apart.size else ""
     return [
-        Statement(
+        _stays(
             "sgd-equivariant",
             "Trained again by SGD on turned data, everything declared invariant under turns stays.",
-            worst < STAYS,
-            f"Largest median change {worst:.2g} of {len(kept)} quantities.",
+            _of(seen, turned, farthest["sgd"][:, turn]),
+            expected=True,
         ),
-        Statement(
+        _stays(
             "adam-equivariant",
             "The same holds for Adam.",
-            adam < STAYS,
-            f"Median change {adam:.2g}; Adam's steps depend on the basis.",
-            expected=False,
+            _of(seen, turned, farthest["adam"][:, turn]),
+            "; Adam's steps depend on the basis",
         ),
-        Statement(
+        _stays(
             "gauge-blind-training",
             "Trained again by SGD from another gauge of the same start, gauge invariants stay.",
-            float(np.nanmedian(moved)) < STAYS,
-            f"Median change {float(np.nanmedian(moved)):.2g} of {len(free)} quantities, against a "
-            f"spread between seeds of {float(np.nanmedian(spread['sgd'][free])):.2g}.",
-            expected=False,
+            _of(seen, free, farthest["sgd"][:, gauge]),
+            beside,
         ),
     ]
 
 
-def _sentences(
-    seen: Sequence[str],
-    changes: Mapping[str, Floats],
-    again: Mapping[str, Floats],
-    spread: Mapping[str, Floats],
-) -> list[str]:
-    said = []
-    worst = np.nanmax(np.stack([changes[m] for m in MODELS]), axis=0)
+def _of(seen: Sequence[str], places: Sequence[int], changes: Floats) -> dict[str, float]:
+    """Changes of the quantities at `places` by name, without those that were not looked at."""
+    return {seen[i]: float(changes[i]) for i in places if not math.isnan(changes[i])}
+
+
+def _stays(
+    name: str,
+    claim: str,
+    changes: Mapping[str, float],
+    beside: str = "",
+    *,
+    expected: bool = False,
+) -> Statement:
+    """Whether all quantities stay, by the largest change over seeds of each."""
+    if not changes:
+        return Statement(name, claim, None, "No cell is there.", expected)
+    kept = sum(change < STAYS for change in changes.values())
+    most = max(changes, key=lambda entry: changes[entry])
+    evidence = (
+        f"{kept} of {len(changes)} quantities stay; largest change over seeds {changes[most]:.2g} "
+        f"({most}), median over quantities {np.median(list(changes.values())):.2g}{beside}."
+    )
+    return Statement(name, claim, kept == len(changes), evidence, expected)
+
+
+def _sentences(seen: Sequence[str], changes: Mapping[str, Floats], missing: str) -> list[str]:
+    worst = np.stack([changes[m] for m in MODELS])
+    # The largest over the models that are there; nan where none is.
+    worst = np.where(np.isnan(worst).all(axis=0), np.nan, np.nan_to_num(worst).max(axis=0))
+    if not np.isfinite(worst).any():
+        return []
+    said = [f"Not looked at with adjusted weights: {missing}."] if missing else []
     for place, move in enumerate(MOVES):
-        stays = int((worst[:, place] < STAYS).sum())
-        said.append(f"{move}: {stays} of {len(seen)} quantities stay with adjusted weights.")
-    raw = [i for i, n in enumerate(seen) if n.startswith("raw_")]
-    if raw:
-        gauge = MOVES.index("gauge")
-        moved = int((worst[raw, gauge] >= STAYS).sum())
+        known = worst[~np.isnan(worst[:, place]), place]
+        stays = int((known < STAYS).sum())
+        said.append(f"{move}: {stays} of {len(known)} quantities stay with adjusted weights.")
+    gauge = MOVES.index("gauge")
+    raw = np.array([worst[i, gauge] for i, n in enumerate(seen) if n.startswith("raw_")])
+    raw = raw[~np.isnan(raw)]
+    if raw.size:
         said.append(
-            f"Of {len(raw)} quantities of the raw head tensor {moved} move under gauges, by up to "
-            f"{float(np.nanmax(worst[raw, gauge])):.2g}."
+            f"{int((raw >= STAYS).sum())} of {len(raw)} quantities of the raw head tensor move "
+            f"under gauges, by up to {raw.max():.2g}."
         )
     return said

@@ -14,6 +14,7 @@ from levelhead.evaluation.significance import (
     clopper_pearson,
     diebold_mariano,
     holm,
+    paired_blocks,
     paired_seeds,
     poisson_rate,
 )
@@ -34,45 +35,108 @@ def test_seeds_agree_with_scipys_paired_test() -> None:
     assert found.effect == pytest.approx((a - b).mean() / (a - b).std(ddof=1), rel=1e-12)
 
 
-def test_without_lags_diebold_mariano_is_a_t_test_of_the_differences() -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([2.0, 3.0], [1.0, 2.0]), ([1.1, 1.3, 1.7], [1.0, 1.2, 1.6])],  # the second but for rounding
+)
+def test_seeds_that_agree_exactly_are_not_judged(first: list[float], second: list[float]) -> None:
+    found = paired_seeds(first, second)
+    assert not found.judged
+    assert found.difference == pytest.approx(first[0] - second[0])
+    assert np.isnan([found.low, found.high, found.p_value, found.effect]).all()
+    same = paired_seeds(first, first)
+    assert (same.p_value, same.low, same.high) == (1.0, 0.0, 0.0)
+
+
+def test_blocks_agree_with_scipys_test_of_their_means() -> None:
     draw = np.random.default_rng(1)
-    a, b = draw.normal(size=40), draw.normal(size=40) + 0.2
-    found = diebold_mariano(a, b, lags=0)
-    assert found.p_value == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-10)
+    a, b = draw.normal(size=60), draw.normal(size=60) + 0.2
+    found = paired_blocks(a, b, block=10)
+    other = stats.ttest_rel(a.reshape(6, 10).mean(axis=1), b.reshape(6, 10).mean(axis=1))
+    interval = other.confidence_interval()
+    assert found.p_value == pytest.approx(other.pvalue, rel=1e-10)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-10)
+    assert found.count == 6
 
 
-def test_diebold_mariano_weighs_neighbours_as_newey_and_west() -> None:
+def test_blocks_use_every_window_and_are_never_shorter_than_asked() -> None:
     draw = np.random.default_rng(2)
-    d = moving(draw, 60, 4)
-    lags, n = 3, 60
-    c = d - d.mean()
-    gammas = [sum(c[t] * c[t - lag] for t in range(lag, n)) / n for lag in range(lags + 1)]
-    variance = gammas[0] + 2 * sum((1 - k / (lags + 1)) * gammas[k] for k in range(1, lags + 1))
-    h = lags + 1
-    harvey = math.sqrt((n + 1 - 2 * h + h * (h - 1) / n) / n)
-    t = d.mean() / math.sqrt(variance / n) * harvey
-    found = diebold_mariano(d, np.zeros(n), lags=lags)
-    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(t), n - 1), rel=1e-10)
+    d = draw.normal(size=69)
+    found = paired_blocks(d, np.zeros(69), block=10)
+    # six runs of 12, 12, 12, 11, 11 and 11 windows
+    means = [run.mean() for run in np.split(d, [12, 24, 36, 47, 58])]
+    half = stats.t.ppf(0.975, 5) * np.std(means, ddof=1) / math.sqrt(6)
+    assert found.difference == pytest.approx(d.mean(), rel=1e-12)
+    assert found.high - found.low == pytest.approx(2 * half, rel=1e-12)
+    assert found.effect == pytest.approx(d.mean() / np.std(means, ddof=1), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bootstrap", "diebold-mariano"])
-def test_under_the_null_dependent_windows_are_rejected_about_as_often_as_asked(kind: str) -> None:
-    draw = np.random.default_rng(3)
-    rejected, tries, width = 0, 400, 8
-    for number in range(tries):
-        d = moving(draw, 400, width)
-        zeros = np.zeros_like(d)
-        if kind == "bootstrap":
-            found = block_bootstrap(d, zeros, block=3 * width, draws=400, seed=number)
-        else:
-            found = diebold_mariano(d, zeros, lags=3 * width)
-        rejected += found.p_value < 0.05
-    # blind to the dependence, a t-test rejects about half of these
-    assert 0.02 <= rejected / tries <= 0.11
-    naive = np.mean(
-        [stats.ttest_1samp(moving(draw, 400, width), 0).pvalue < 0.05 for _ in range(200)]
-    )
-    assert naive > 0.3
+def test_fewer_than_five_blocks_are_not_judged() -> None:
+    d = np.random.default_rng(3).normal(size=50) + 9
+    assert paired_blocks(d, np.zeros(50), block=10).judged
+    found = paired_blocks(d[1:], np.zeros(49), block=10)
+    assert not found.judged
+    assert (found.difference, found.count) == (pytest.approx(d[1:].mean()), 4)
+    assert np.isnan([found.low, found.high]).all()
+
+
+def test_diebold_mariano_is_held_against_the_lowest_frequencies() -> None:
+    d = moving(np.random.default_rng(2), 60, 4) + 0.2
+    ordinates = 60 // (4 * 4)
+    power = []
+    for j in range(1, ordinates + 1):
+        angles = [2 * math.pi * j * t / 60 for t in range(60)]
+        real = sum(x * math.cos(angle) for x, angle in zip(d, angles, strict=True))
+        imaginary = sum(x * math.sin(angle) for x, angle in zip(d, angles, strict=True))
+        power.append((real**2 + imaginary**2) / 60)
+    t = d.mean() / math.sqrt(sum(power) / ordinates / 60)
+    found = diebold_mariano(d, np.zeros(60), horizon=4)
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(t), 2 * ordinates), rel=1e-10)
+    half = stats.t.ppf(0.975, 2 * ordinates) * d.mean() / t
+    assert (found.low, found.high) == pytest.approx((d.mean() - half, d.mean() + half))
+
+
+@pytest.mark.parametrize("d", [np.full(40, 0.3), np.tile([0.1, 0.5], 20)])
+def test_without_any_low_frequency_diebold_mariano_does_not_judge(d: np.ndarray) -> None:
+    found = diebold_mariano(d, np.zeros(40), horizon=2)
+    assert found.difference == pytest.approx(0.3)
+    assert not found.judged
+
+
+def rejects(kind: str, d: np.ndarray, horizon: int) -> bool:
+    zeros = np.zeros_like(d)
+    if kind == "blocks":
+        found = paired_blocks(d, zeros, block=2 * horizon)
+    elif kind == "diebold-mariano":
+        found = diebold_mariano(d, zeros, horizon=horizon)
+    else:
+        found = block_bootstrap(d, zeros, block=horizon, draws=200)
+    return found.p_value < 0.05
+
+
+@pytest.mark.parametrize("share", [10, 15, 28])
+def test_where_nothing_is_there_overlapping_windows_are_rejected_as_often_as_asked(
+    share: int,
+) -> None:
+    draw = np.random.default_rng(share)
+    horizon, tries = 96, 400
+    # A mean over H white errors for each window.
+    windows = [moving(draw, share * horizon, horizon) for _ in range(tries)]
+    often = {
+        kind: np.mean([rejects(kind, d, horizon) for d in windows])
+        for kind in ("blocks", "diebold-mariano", "bootstrap")
+    }
+    for kind in ("blocks", "diebold-mariano"):
+        assert 0.02 <= often[kind] <= 0.1
+    assert often["bootstrap"] > 0.125  # why nothing is judged by it
+
+
+@pytest.mark.parametrize("kind", ["blocks", "diebold-mariano"])
+def test_what_is_there_is_found(kind: str) -> None:
+    draw = np.random.default_rng(6)
+    # Three deviations of a mean of 20 independent blocks.
+    found = [rejects(kind, 3 / math.sqrt(20) + moving(draw, 960, 48), 48) for _ in range(200)]
+    assert 0.6 < np.mean(found) < 0.9
 
 
 def test_the_bootstrap_covers_and_its_draws_are_seeded() -> None:
@@ -124,7 +188,9 @@ def test_poisson_bounds_leave_half_the_rest_on_each_side(events: int) -> None:
         (lambda: paired_seeds([1.0, math.nan], [2.0, 1.0]), "not finite"),
         (lambda: block_bootstrap([1.0, 2.0], [2.0, 1.0], block=3), "from 1 to 2"),
         (lambda: block_bootstrap([1.0, 2.0], [2.0, 1.0], block=1, draws=9), "at least 100"),
-        (lambda: diebold_mariano([1.0] * 4, [2.0] * 4, lags=4), "from 0 to 3"),
+        (lambda: paired_blocks([1.0] * 9, [2.0] * 9, block=0), "at least 1"),
+        (lambda: diebold_mariano([1.0] * 9, [2.0] * 9, horizon=3), "from 1 to 2"),
+        (lambda: diebold_mariano([1.0] * 3, [2.0] * 3, horizon=1), "at least 4"),
         (lambda: holm({"a": 1.5}), "from 0 to 1"),
         (lambda: clopper_pearson(3, 2), "3 hits of 2 tries"),
         (lambda: poisson_rate(1, 0.0), "a size above zero"),

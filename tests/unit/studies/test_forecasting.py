@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_the_standard_grid(tmp_path: Path) -> None:
         for horizon in (96, 192, 336, 720):
             assert counts[name, horizon, "transformer"] == counts[name, horizon, "line"] * 3 == 3
         assert counts[name, 96, "samformer"] == 3 + 4  # and four other radii
-        assert [counts[name, h, "both"] for h in (96, 192, 336, 720)] == [3, 0, 3, 0]
+        assert [counts[name, h, "both"] for h in (96, 192, 336, 720)] == [3, 0, 0, 0]
         assert [counts[name, h, "temporal"] for h in (96, 192)] == [1, 0]
     brief = {arm for (name, _, arm), n in counts.items() if name == "weather" and n == 1}
     assert {h for name, h, _ in counts if name == "weather"} == {96}
@@ -59,6 +60,23 @@ def test_what_takes_longest_begins_first(tmp_path: Path) -> None:
     found = cells(tmp_path)
     assert [c.given["arm"] for c in found[:2]] == ["temporal", "temporal"]
     assert found[2].given["set"] == "weather"
+
+
+def test_costly_cells_end_after_fewer_epochs(tmp_path: Path) -> None:
+    settings = {"arms": "transformer", "horizons": "6", "seeds": 1, "brief": "made"}
+    small = {**settings, "epochs": 3, "costly_epochs": 2, "patience": 0}
+    run_study(STUDY, tmp_path / "brief", preset="quick", overrides=small, show_progress=False)
+    run_study(
+        STUDY,
+        tmp_path / "whole",
+        preset="quick",
+        overrides={**small, "brief": ""},
+        show_progress=False,
+    )
+    for folder, epochs in (("brief", 2), ("whole", 3)):
+        table = (tmp_path / folder / "tables" / "measures.csv").read_text().splitlines()
+        columns = table[0].split(",")
+        assert float(table[1].split(",")[columns.index("epochs") - len(columns)]) == epochs
 
 
 def test_radii_are_given_to_samformer_alone(tmp_path: Path) -> None:
@@ -138,4 +156,45 @@ def test_the_same_settings_give_the_same_bytes(tmp_path: Path) -> None:
     assert (first / "statements.json").read_bytes() == (second / "statements.json").read_bytes()
     notes = " ".join(result.run.notes())
     assert "Lowest mean test error at 1 set-horizon pairs" in notes
-    assert "say little about the spread" in notes
+    assert "One seed says nothing about the spread" in notes
+
+
+def test_limits_say_which_arms_run_less_and_which_trainings_are_shorter() -> None:
+    said = STUDY.limits(ForecastingSettings())
+    assert "Temporal attention is left out at horizons 192, 336, 720 and has 1 of 3 seeds." in said
+    assert (
+        "Left out at horizons 192, 336, 720: random, sigma, both, from-line, identity, "
+        "transformer-slip, samformer-slip."
+    ) in said
+    assert any(
+        s.startswith("At most 20 epochs for temporal attention and weather, at most 300 for all")
+        for s in said
+    )
+    assert any("6 to 7 %" in s for s in said)
+    assert any("timings.csv" in s for s in said)
+    assert not any("hour" in s for s in said)
+
+
+def test_limits_say_nothing_that_the_full_study_has_not() -> None:
+    said = STUDY.limits(study_settings(STUDY, "full"))
+    assert "Temporal attention has 3 of 5 seeds." in said
+    assert "All trainings have at most 300 epochs." in said
+    assert not any("eft out at" in s or "One seed" in s for s in said)
+    given = study_settings(STUDY, "standard", {"brief": "", "temporal_seeds": 3})
+    said = STUDY.limits(given)
+    assert any(s.startswith("At most 20 epochs for temporal attention, at most 300") for s in said)
+    assert "Temporal attention is left out at horizons 192, 336, 720." in said
+    alone = STUDY.limits(study_settings(STUDY, "standard", {"arms": "line", "brief": ""}))
+    assert not any("emporal" in s for s in alone)
+
+
+def test_a_limit_of_epochs_is_told_from_the_trainings_themselves(tmp_path: Path) -> None:
+    overrides = {"arms": "transformer,samformer,temporal", "horizons": "6", "temporal_seeds": 2}
+    overrides |= {"epochs": 4, "costly_epochs": 2, "patience": 0}
+    result = run_study(STUDY, tmp_path, preset="quick", overrides=overrides, show_progress=False)
+    statements = json.loads((tmp_path / "statements.json").read_text())
+    [channel] = [s for s in statements if s["name"] == "channel-made"]
+    assert not result.failed
+    assert channel["holds"] is None
+    assert "temporal stopped at 2 of 4 epochs" in channel["evidence"]
+    assert "lowest validation error within 2 epochs: samformer 0." in channel["evidence"]

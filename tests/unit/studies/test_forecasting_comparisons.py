@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from levelhead.base.records import Reading
 from levelhead.evaluation.significance import holm
 from levelhead.studies.forecasting import STUDY, ForecastingSettings
-from levelhead.studies.forecasting_comparisons import CLAIMS, Losses, against, compared
+from levelhead.studies.forecasting_comparisons import CLAIMS, against, compared
 from levelhead.studies.forecasting_conclusions import conclude
 from levelhead.studies.forecasting_models import ARMS
+from levelhead.studies.forecasting_outcomes import Losses
 from levelhead.studies.study import Findings, Outcome, Statement
 
 COUNT, HORIZON = 400, 6
@@ -67,7 +69,10 @@ def test_a_planted_difference_is_found_with_its_size_and_adjusted_as_one_family(
     assert not found["channel"].holds
     adjusted = holm({name: c.windows.p_value for name, c in found.items()})
     assert {name: c.adjusted for name, c in found.items()} == adjusted
-    assert adjusted["sam"] == pytest.approx(4 / 2000)
+    blocks = np.array_split(mean["samformer"] - mean["transformer"], COUNT // (2 * HORIZON))
+    p = stats.ttest_1samp([block.mean() for block in blocks], 0).pvalue
+    assert found["sam"].windows.p_value == pytest.approx(p, rel=1e-6)
+    assert found["sam"].blocks == pytest.approx(COUNT / HORIZON)
 
 
 def test_a_line_stands_beside_every_seed() -> None:
@@ -110,16 +115,73 @@ def test_of_the_slip_gains_are_compared() -> None:
     said = answer(found, "slip-explains-made")
     assert said.holds is True
     assert not said.expected
-    share = int(said.evidence.split("; ")[1].split(" %")[0])
+    share = int(said.evidence.split(" % of it the slip's")[0].split()[-1])
     assert share == pytest.approx(100 * (1 - 0.1 / 0.45), abs=3)
+    # Held against half of the released gain, on blocks of the very windows.
+    [half] = [c for c in compared(Losses(settings(), planted(levels))) if c.claim.part != 1]
+    assert half.windows.difference == pytest.approx(0.1 - 0.45 / 2, abs=0.02)
 
 
 def test_the_slip_explains_nothing_where_gains_are_equal() -> None:
     levels = {"transformer": 1.1, "samformer": 1.0}
     levels |= {"transformer-slip": 1.3, "samformer-slip": 1.2}
-    found = conclude(settings(), {k: o for k, o in planted(levels).items() if k[-1] == "0"})
+    found = conclude(settings(), planted(levels))
     assert answer(found, "slip-explains-made").holds is False
+    assert "less than half at 1 of 1" in answer(found, "slip-explains-made").evidence
     assert answer(found, "slip-made").holds is False
+
+
+def test_without_a_released_gain_no_share_of_it_is_told() -> None:
+    # Half of the released gain, -.05, is clearly more than the correct one, -.2.
+    levels = {"transformer": 1.0, "samformer": 1.2}
+    levels |= {"transformer-slip": 1.0, "samformer-slip": 1.1}
+    found = conclude(settings(), planted(levels))
+    said = answer(found, "slip-explains-made")
+    assert said.holds is False
+    assert "not clearly above zero" in said.evidence
+    assert "%" not in said.evidence
+
+
+def test_a_share_outside_of_a_whole_is_not_told() -> None:
+    # A correct RevIN loses with SAM what the released code gains: "200 %" is no share.
+    levels = {"transformer": 1.0, "samformer": 1.2}
+    levels |= {"transformer-slip": 1.2, "samformer-slip": 1.0}
+    said = answer(conclude(settings(), planted(levels)), "slip-explains-made")
+    assert said.holds is True
+    assert "%" not in said.evidence
+
+
+def test_what_the_slip_explains_is_not_judged_without_its_cells_or_with_few_blocks() -> None:
+    levels = {"transformer": 1.1, "samformer": 1.0}
+    assert answer(conclude(settings(), planted(levels)), "slip-explains-made").holds is None
+    levels |= {"transformer-slip": 1.5, "samformer-slip": 1.05}
+    long = planted({**levels, "samformer": 0.5}, horizon=100)
+    alone = conclude(settings(horizons=(100,)), long)
+    assert answer(alone, "slip-explains-made").holds is None
+    assert "clearly" not in answer(alone, "slip-explains-made").evidence
+    both = answer(
+        conclude(settings(horizons=(6, 100)), planted(levels) | long), "slip-explains-made"
+    )
+    assert both.holds is True  # by the one horizon that can be judged
+    assert both.evidence.startswith("More than half at 1 of 1: H 6 ")
+
+
+def test_arms_with_the_slip_stand_in_no_ranking() -> None:
+    levels = {"line": 1.0, "transformer": 1.1, "samformer": 1.05}
+    levels |= {"transformer-slip": 0.5, "samformer-slip": 0.4}
+    found = conclude(settings(), slipped_numbers(planted(levels)))
+    assert not any("lowest samformer-slip" in sentence for sentence in found.conclusion)
+    assert any("lowest line" in sentence for sentence in found.conclusion)
+    for table in found.tables:
+        if table.name in ("mse", "mae", "against-line"):
+            assert not any("slip" in row for row in table.rows)
+        if table.best:
+            assert table.name in ("mse", "mae")
+    bars = [figure for figure in found.figures if figure.kind == "bars"]
+    assert len(bars) == 2
+    assert not any("slip" in name for figure in bars for name in figure.labels["names"])
+    [spread] = [table for table in found.tables if table.name == "spread"]
+    assert "samformer-slip" in spread.rows
 
 
 def slipped_numbers(cells: Mapping[str, Outcome]) -> dict[str, Outcome]:
@@ -146,10 +208,97 @@ def test_answers_count_horizons() -> None:
     found = conclude(settings(horizons=(6, 12)), cells)
     line = answer(found, "line-made")
     assert line.holds is False
-    assert line.evidence.startswith("At 1 of 2: H 6 -0.")
+    assert line.claim.endswith("(at more than half of what can be judged of horizons 6 and 12).")
+    assert line.evidence.startswith("Better at 1 of 2, worse at 1 of 2: H 6 -0.")
     assert answer(found, "sam-made").holds is True
     assert answer(found, "slip-made").holds is None
     assert all(not answer(found, f"{c.name}-made").failed for c in CLAIMS)
+    [said] = [s for s in found.conclusion if "primary comparisons can be judged" in s]
+    assert said.startswith("8 of 8 primary comparisons")
+    borne_out, opposite = said.split("the opposite of")
+    assert "line (made 6)" in borne_out
+    assert "line (made 12)" in opposite
+
+
+def test_one_horizon_is_not_called_more_than_half() -> None:
+    line = answer(conclude(settings(horizons=(6, 12)), planted(LEVELS)), "line-made")
+    assert line.claim.endswith("(tried at horizon 6 alone).")
+
+
+def test_with_one_shared_seed_nothing_is_judged() -> None:
+    cells = {k: o for k, o in planted(LEVELS).items() if k.endswith("-0") or "samf" in k}
+    found = {c.claim.name: c for c in compared(Losses(settings(), cells))}
+    sam = found["sam"]
+    assert sam.alike  # of itself, which is why it does not count
+    assert not sam.judged
+    assert not sam.holds
+    assert np.isnan(sam.adjusted)
+    assert sam.windows.p_value < 1e-6
+    assert found["line"].holds  # the line is every seed's
+    said = answer(conclude(settings(), cells), "sam-made")
+    assert said.holds is None
+    assert "(one seed: not judged)" in said.evidence
+
+
+def curved(cells: dict[str, Outcome], best: int) -> dict[str, Outcome]:
+    """Temporal attention stopped after 3 epochs; SAMformer went on to 9, kept those of `best`."""
+    made = dict(cells)
+    for name, found in cells.items():
+        epochs = 3 if "temporal" in name else 9 if "samformer" in name else None
+        if epochs is None:
+            continue
+        curve = np.full(epochs + 1, 0.8)
+        curve[3] = 0.5 if "temporal" in name else 0.6
+        kept = 3.0 if "temporal" in name else float(best)
+        curve[int(kept)] = min(curve[int(kept)], 0.55)
+        again = outcome(found.arrays["squared"], epochs=float(epochs), best_epoch=kept)
+        arrays = {**again.arrays, "curve.validation_curve": curve}
+        made[name] = Outcome(again.readings, arrays)
+    return made
+
+
+CAPPED = {"costly_epochs": 3, "epochs": 50}
+
+
+def test_a_training_that_a_limit_stopped_bears_nothing_out() -> None:
+    cells = curved(planted({**LEVELS, "temporal": 1.2}), best=7)
+    found = conclude(settings(**CAPPED), cells)
+    said = answer(found, "channel-made")
+    assert said.holds is None
+    assert "temporal stopped at 3 of 50 epochs: not judged" in said.evidence
+    assert (
+        "lowest validation error within 3 epochs: samformer 0.6000, temporal 0.5000; test errors "
+        "of these epochs are not stored"
+    ) in said.evidence
+    assert answer(found, "sam-made").holds is True
+    assert any("temporal (made 6) at 3." in sentence for sentence in found.conclusion)
+    # The same trainings, ended by patience: the limit is the study's own.
+    free = answer(conclude(settings(epochs=50, costly_epochs=50), cells), "channel-made")
+    assert free.holds is True
+    assert "epochs" not in free.evidence
+
+
+def test_weights_that_both_kept_in_the_epochs_of_both_are_compared_at_equal_epochs() -> None:
+    cells = curved(planted({**LEVELS, "temporal": 1.2}), best=2)
+    said = answer(conclude(settings(**CAPPED), cells), "channel-made").evidence
+    assert "samformer 0.5500, temporal 0.5000; the weights that were kept are of these" in said
+
+
+def test_without_curves_it_is_said_that_equal_epochs_cannot_be_compared() -> None:
+    cells = curved(planted(LEVELS), best=7)
+    name = f"made-{HORIZON}-samformer-1"
+    arrays = {k: a for k, a in cells[name].arrays.items() if not k.startswith("curve")}
+    cells[name] = Outcome(cells[name].readings, arrays)
+    said = answer(conclude(settings(**CAPPED), cells), "channel-made").evidence
+    assert "(what would show it at equal numbers of epochs is not stored)" in said
+
+
+def test_brief_sets_are_stopped_for_every_arm() -> None:
+    cells = curved(planted({**LEVELS, "temporal": 1.2}), best=7)
+    given = settings(**{**CAPPED, "brief": ("made",), "costly_epochs": 9})
+    said = answer(conclude(given, cells), "line-made")
+    assert said.holds is None
+    assert "(samformer stopped at 9 of 50 epochs: not judged)" in said.evidence
 
 
 def test_with_few_blocks_of_the_horizon_nothing_is_judged() -> None:
@@ -158,8 +307,8 @@ def test_with_few_blocks_of_the_horizon_nothing_is_judged() -> None:
     found = conclude(given, cells)
     line = answer(found, "line-made")
     assert line.holds is True
-    assert line.evidence.startswith("At 1 of 1: H 6 -0.")
-    assert "(4.0 blocks of H, not judged)" in line.evidence
+    assert line.evidence.startswith("Better at 1 of 1: H 6 -0.")
+    assert "(4.0 blocks of H: not judged)" in line.evidence
     few = [c for c in compared(Losses(given, cells)) if c.place[1] == 100]
     assert not any(c.holds for c in few)
     assert all(c.diebold_mariano is None and np.isnan(c.adjusted) for c in few)
@@ -239,8 +388,34 @@ def test_every_figure_of_planted_losses_names_what_it_shows() -> None:
     values = found.arrays[bars["mse.made"].arrays["values"]]
     names = bars["mse.made"].labels["names"]
     assert values[names.index("samformer")] == pytest.approx(0.9, abs=0.02)
+    error = found.arrays[bars["mse.made"].arrays["error"]]
+    # One seed has no interval, rather than one of no width.
+    assert np.isnan(error[names.index("line")])
+    assert error[names.index("samformer")] > 0
     assert "samformer is lowest" in bars["mse.made"].says or "temporal" in bars["mse.made"].says
     assert list(names) == ["line", "transformer", "samformer", "sigma", "temporal"]
+
+
+def test_bars_without_any_interval_have_no_array_for_it() -> None:
+    cells = {k: o for k, o in planted(LEVELS, horizon=100).items() if k.endswith("-0")}
+    found = conclude(settings(horizons=(100,)), cells)
+    bars = [figure for figure in found.figures if figure.kind == "bars"]
+    assert [set(figure.arrays) for figure in bars] == [{"values"}, {"values"}]
+
+
+def test_effects_and_intervals_stand_before_p() -> None:
+    found = conclude(settings(), planted(LEVELS))
+    for name in ("comparisons", "comparisons-seeds"):
+        [table] = [table for table in found.tables if table.name == name]
+        assert list(table.columns[:5]) == ["difference", "low", "high", "effect", "p"]
+    [table] = [table for table in found.tables if table.name == "comparisons"]
+    [sam] = [c for c in compared(Losses(settings(), planted(LEVELS))) if c.claim.name == "sam"]
+    row = table.values[table.rows.index(f"sam, made {HORIZON}")]
+    shown = dict(zip(table.columns, row, strict=True))
+    assert shown["p Holm"] == sam.adjusted
+    assert (shown["blocks of 2H"], shown["windows"], shown["judged"]) == (33, COUNT, 1)
+    assert shown["low"] < shown["difference"] < shown["high"]
+    assert shown["bootstrap low"] < shown["difference"] < shown["bootstrap high"]
 
 
 def test_the_names_of_the_study_are_of_its_arms() -> None:

@@ -155,6 +155,29 @@ def test_a_used_folder_is_refused_and_resumed_only_with_its_settings(tmp_path: P
     assert len((tmp_path / "starts-1").read_text()) == 1
 
 
+def test_a_changed_conclusion_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    told, out = {"folder": str(tmp_path)}, tmp_path / "out"
+    old = run_study(STUDY, out, overrides=told, show_progress=False)
+
+    def conclude(settings: Sizes, outcomes: Mapping[str, Outcome]) -> Findings:
+        before = _conclude(settings, outcomes)
+        table = before.tables[0]
+        changed = replace(table, values=table.values + 1)
+        other = replace(table, name="others", title="Others")
+        return replace(before, tables=[changed, other], conclusion=["Seen anew."])
+
+    newer = replace(STUDY, conclude=conclude)
+    new = run_study(newer, out, overrides=told, resume=True, show_progress=False)
+    assert not {*old.conclusion} & {*new.run.notes()}
+    assert "Seen anew." in new.run.notes()
+    assert sorted(tables(out)) == ["doubles.csv", "others.csv"]
+    assert [figure.title for figure in new.run.figures()][:2] == ["Doubles", "Others"]
+    write_report(new.run)
+    # Back again, nothing of the newer one stays.
+    run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
+    assert sorted(tables(out)) == ["doubles.csv"]
+
+
 def test_two_studies_do_not_run_in_one_folder_at_once(tmp_path: Path) -> None:
     told, out = {"folder": str(tmp_path)}, tmp_path / "out"
     run_study(STUDY, out, overrides=told, show_progress=False)

@@ -1,0 +1,134 @@
+"""What the stability study concludes, from readings that were planted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from levelhead.base.records import Reading
+from levelhead.studies.stability import STUDY, StabilitySettings
+from levelhead.studies.stability_conclusions import MODELS, MOVES
+from levelhead.studies.study import Findings, Outcome, Statement
+
+# Of these the first two are declared invariant under turns and gauges, the last under turns only.
+ENTRIES = ("qk_spectrum", "qk_rank", "raw_head_spectrum")
+SEEDS = (0, 1, 2)
+Changes = Mapping[tuple[str, str, int], float]
+
+
+def adjusted(model: str, seed: int, *, wrong: float = 0.0, gap: float = 1e-15) -> Outcome:
+    where: dict[str, str | int] = {"model": model, "seed": seed}
+    readings = [Reading("declarations", 7.0, where=where), Reading("wrong", wrong, where=where)]
+    for move in MOVES:
+        readings.append(Reading("function", gap, where={**where, "move": move}))
+        for entry in ENTRIES:
+            moves = entry.startswith("raw") and move == "gauge"
+            place = {**where, "move": move, "entry": entry}
+            readings.append(Reading("change", 0.5 if moves else 1e-14, where=place))
+    return Outcome(readings)
+
+
+def retrained(optimiser: str, seed: int, changes: Changes | None = None) -> Outcome:
+    """All stays but what `changes` names by entry, move and seed."""
+    where: dict[str, str | int] = {"optimiser": optimiser, "seed": seed}
+    readings = [Reading("value", 1.0 + seed, where={**where, "entry": e}) for e in ENTRIES]
+    for move in MOVES:
+        for entry in ENTRIES:
+            change = (changes or {}).get((entry, move, seed), 1e-13)
+            place = {**where, "move": move, "entry": entry}
+            readings.append(Reading("retrained", change, where=place))
+    return Outcome(readings)
+
+
+def cells(sgd: Changes | None = None, adam: Changes | None = None) -> dict[str, Outcome]:
+    made = {f"adjusted-{m}-{s}": adjusted(m, s) for m in MODELS for s in SEEDS}
+    for seed in SEEDS:
+        made[f"retrained-sgd-{seed}"] = retrained("sgd", seed, sgd)
+        made[f"retrained-adam-{seed}"] = retrained("adam", seed, adam)
+    return made
+
+
+def found(outcomes: Mapping[str, Outcome]) -> Findings:
+    return STUDY.conclude(StabilitySettings(seeds=3, heads=2, head_width=2, width=4), outcomes)
+
+
+def answer(outcomes: Mapping[str, Outcome], name: str) -> Statement:
+    return next(s for s in found(outcomes).statements if s.name == name)
+
+
+def test_what_stays_everywhere_is_said_to_stay() -> None:
+    said = {s.name: s.holds for s in found(cells()).statements}
+    assert set(said.values()) == {True}
+    assert "gauge: 2 of 3 quantities stay with adjusted weights." in found(cells()).conclusion
+    assert (
+        "1 of 1 quantities of the raw head tensor move under gauges, by up to 0.5."
+        in found(cells()).conclusion
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "optimiser", "move", "count"),
+    [
+        ("sgd-equivariant", "sgd", "orthogonal", 3),
+        ("adam-equivariant", "adam", "orthogonal", 3),
+        ("gauge-blind-training", "sgd", "gauge", 2),
+    ],
+)
+def test_one_quantity_of_one_seed_is_enough_to_fail(
+    name: str, optimiser: str, move: str, count: int
+) -> None:
+    # Medians over seeds, and over quantities, would not see it.
+    moved = cells(**{optimiser: {("qk_spectrum", move, 1): 0.25}})
+    said = answer(moved, name)
+    assert said.holds is False
+    assert said.evidence.startswith(
+        f"{count - 1} of {count} quantities stay; largest change over seeds 0.25 (qk_spectrum), "
+    )
+    assert [s.name for s in found(moved).statements if not s.holds] == [name]
+
+
+def test_a_quantity_that_is_not_declared_is_not_asked() -> None:
+    moved = cells(sgd={("raw_head_spectrum", "gauge", 0): 0.9})
+    assert answer(moved, "gauge-blind-training").holds is True
+
+
+@pytest.mark.parametrize("name", ["same-function", "declarations"])
+def test_a_missing_model_is_named_and_nothing_holds_for_every_model(name: str) -> None:
+    left = {k: o for k, o in cells().items() if "collapsed" not in k}
+    said = answer(left, name)
+    assert said.holds is None
+    assert said.failed
+    assert said.evidence.endswith("Missing: collapsed.")
+    del left["adjusted-trained-1"]
+    assert answer(left, name).evidence.endswith("Missing: trained (seed 1), collapsed.")
+    assert "Not looked at with adjusted weights: trained (seed 1), collapsed." in (
+        found(left).conclusion
+    )
+    # One that fails settles it, whatever is missing.
+    left["adjusted-random-0"] = adjusted("random", 0, wrong=1.0, gap=1e-3)
+    assert answer(left, name).holds is False
+
+
+def test_a_missing_optimiser_is_not_judged() -> None:
+    left = {k: o for k, o in cells().items() if "adam" not in k}
+    said = answer(left, "adam-equivariant")
+    assert said.holds is None
+    assert said.evidence == "No cell is there."
+    assert answer(left, "sgd-equivariant").holds is True
+    other = {k: o for k, o in cells().items() if "sgd" not in k}
+    assert answer(other, "sgd-equivariant").holds is None
+    assert answer(other, "gauge-blind-training").holds is None
+    assert answer(other, "adam-equivariant").holds is True
+
+
+@pytest.mark.parametrize("kept", ["nothing", "adjusted", "retrained"])
+def test_without_cells_nothing_is_judged(kept: str) -> None:
+    left = {k: o for k, o in cells().items() if k.startswith(kept)}
+    conclusions = found(left)
+    for said in conclusions.statements:
+        about_models = said.name in ("same-function", "declarations")
+        assert said.holds is (True if about_models == (kept == "adjusted") and left else None)
+    if kept == "nothing":
+        assert conclusions.tables == []
+        assert conclusions.conclusion == []
