@@ -201,8 +201,9 @@ def _selected_and_judged(
             _cell("verdict", task, start, "E.naive", 1.0, seed),
         ]
         cells += [
-            _cell("verdict", task, start, arm, weight, seed, found.strength(task, arm, weight))
+            _cell("verdict", task, start, arm, weight, seed, told)
             for arm, weight in chosen.items()
+            if (told := found.strength(task, arm, weight)) is not None
         ]
     return cells
 
@@ -241,11 +242,10 @@ def _run(settings: CollapseSettings, cell: Cell, workspace: Workspace) -> Outcom
     seconds = {"training": time.perf_counter() - began}
     values = course_values(course, level=_level(task))
     arrays: dict[str, Any] = dict(curves(course)) if given["kind"] != "select" else {}
-    if given["kind"] != "select":
+    if given["kind"] == "verdict":
         values |= held_out_values(
             model, task, settings.noises, settings.radii, settings.attack_steps
         )
-    if given["kind"] == "verdict":
         drawn = pictures(model, task, arm, whole=seed == FRESH)
         values["head_cka"] = mean_off_diagonal(drawn["head_cka"])
         values["layer_cka"] = mean_off_diagonal(drawn["layer_cka"])
@@ -266,14 +266,26 @@ def _limits(settings: CollapseSettings) -> list[str]:
         for name in (*settings.tasks, *_confirming(settings))
         if (reason := missing_task(name, text=settings.text, data=settings.data)) is not None
     ]
+    asked = _there(settings, (*settings.tasks, *_confirming(settings)))
+    slow = {"recall": settings.recall_epochs, "sst2": settings.text_epochs}
+    slow["own"] = settings.text_epochs
+    epochs = max((slow.get(name, settings.epochs) for name in asked), default=settings.epochs)
+    stored = [name for name in asked if name not in MADE or name == "digits"]
+    if stored:
+        said.append(
+            f"The rows of {', '.join(stored)} are the same for every seed: p-values over seeds "
+            "speak of initialisations and batches, not of other test rows."
+        )
     return [
         *said,
-        "Models are small (some ten thousand parameters) and trained for some hundred steps "
-        "without warm-up; the settings that fail are those of the search, not of practice.",
-        "A cell takes 3 to 13 seconds of one core at the standard sizes, of which there are about "
-        "1,500 with SST-2: somewhat more than an hour on two cores; --full takes ten times that.",
-        "Weight decay of equal strength has a constant coefficient: its gradient has the mean norm "
-        "of the penalty's along the selection runs with that penalty.",
+        f"Models are small (width {settings.width}, {settings.heads} heads, "
+        f"{' or '.join(map(str, settings.depths))} layers) and trained for at most "
+        f"{epochs * settings.epoch_steps} steps without warm-up; the settings that fail are those "
+        "of the search, not of practice.",
+        "How many seconds a cell took stands in timings.csv.",
+        "Weight decay matched to a penalty has a constant coefficient: its gradient has the mean "
+        "norm of the penalty's along the selection runs with that penalty. Both choose their "
+        "weights on the same grid, so that the best of both are compared, not equal pulls.",
     ]
 
 

@@ -1,7 +1,11 @@
-"""Figures of the collapse study: courses, trade-off curves, attention maps side by side, CKA."""
+"""Figures of the collapse study: courses, losses, trade-off curves; see also `collapse_pictures`.
+
+Lines are medians over seeds, and runs that ended early are left out where they do not reach.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,13 +13,15 @@ from numpy.typing import NDArray
 
 from levelhead.base.records import Figure
 from levelhead.studies.collapse_measures import CURVES
-from levelhead.studies.collapse_outcomes import FRESH, CollapseOutcomes, mean
+from levelhead.studies.collapse_outcomes import CollapseOutcomes, mean
+from levelhead.studies.collapse_pictures import add_cka, add_errors, add_maps
 
 __all__ = ["figures"]
 
 Floats = NDArray[np.float64]
 Made = tuple[dict[str, NDArray[Any]], list[Figure]]
 _SMOOTHED = 20
+_EPOCHS = {"x": "epoch", "y": "validation loss, nat", "y_scale": "log"}
 
 
 def figures(found: CollapseOutcomes) -> Made:
@@ -26,9 +32,12 @@ def figures(found: CollapseOutcomes) -> Made:
         for name, unit in CURVES.items():
             _add_course(found, task, arms, name, unit, made)
         _add_loss(found, task, arms, made)
-        _add_trade_off(found, task, made)
-        _add_maps(found, task, arms, made)
-        _add_cka(found, task, arms, made)
+        _add_validation(found, task, arms, made)
+        _add_range(found, task, arms, made)
+        _add_trade_offs(found, task, made)
+        add_errors(found, task, arms, made)
+        add_maps(found, task, arms, made)
+        add_cka(found, task, arms, made)
     return made
 
 
@@ -41,11 +50,23 @@ def _shown(found: CollapseOutcomes, task: str) -> list[str]:
     return [arm for arm in dict.fromkeys(wanted) if found.verdicts(task, arm)]
 
 
+def _add_lines(
+    made: Made, key: str, title: str, says: str, y: Floats, series: list[str], x: Floats,
+    axes: dict[str, str], mark: list[float] | None = None,
+) -> None:  # fmt: skip
+    """Put lines y [k, n] over x [n] among what is made."""
+    arrays = {"x": x, "y": y} | ({"mark": np.array(mark)} if mark else {})
+    made[0].update({f"{key}.{role}": array for role, array in arrays.items()})
+    roles = {role: f"{key}.{role}" for role in arrays}
+    made[1].append(Figure(key, "lines", title, says, roles, axes=axes, labels={"series": series}))
+
+
 def _add_course(
     found: CollapseOutcomes, task: str, arms: list[str], name: str, unit: str, made: Made
 ) -> None:
-    """The median over seeds of one quantity at the sampled steps, a line for each arm."""
-    lines, at = [], None
+    """One quantity at the sampled steps, a line for each arm."""
+    lines: list[Floats] = []
+    at: Floats | None = None
     for arm in arms:
         outcomes = list(found.verdicts(task, arm).values())
         longest = max(outcomes, key=lambda o: len(o.arrays["at"]))
@@ -54,22 +75,25 @@ def _add_course(
     if at is None:
         return
     y = _padded(lines, len(at))
-    ends = {arm: line[np.isfinite(line)][-1] for arm, line in zip(arms, y, strict=True)}
-    key = f"{name.replace('_', '-')}-{task}"
-    made[0][f"{key}.x"], made[0][f"{key}.y"] = at, y
-    low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
-    made[1].append(
-        Figure(
-            key,
-            "lines",
-            f"{unit[0].upper()}{unit[1:]}, {task}",
-            f"Medians over seeds. At the end {low} is lowest ({ends[low]:.3g}), {high} highest "
-            f"({ends[high]:.3g}).",
-            {"x": f"{key}.x", "y": f"{key}.y"},
-            axes={"x": "steps done", "y": name.replace("_", " ")},
-            labels={"series": arms},
-        )
+    known = {arm: line[np.isfinite(line)] for arm, line in zip(arms, y, strict=True)}
+    ends = {arm: line[-1] for arm, line in known.items() if line.size}
+    said = ""
+    if ends:
+        low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+        said = f" At the end {low} is lowest ({ends[low]:.3g}), {high} highest ({ends[high]:.3g})."
+    _add_lines(
+        made,
+        f"{name.replace('_', '-')}-{task}",
+        f"{unit[0].upper()}{unit[1:]}, {task}",
+        f"Medians over seeds.{said}",
+        y,
+        arms,
+        at,
+        {"x": "steps done", "y": name.replace("_", " ")},
     )
+
+
+# ── losses ──
 
 
 def _add_loss(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -> None:
@@ -81,116 +105,163 @@ def _add_loss(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -
     length = max(map(len, lines), default=0)
     if length == 0:
         return
-    key = f"loss-{task}"
-    made[0][f"{key}.x"] = np.arange(length) + float(_SMOOTHED)
-    made[0][f"{key}.y"] = _padded(lines, length)
-    steps = {
-        arm: np.median(list(found.values(task, arm, "steps_to_level").values())) for arm in arms
-    }
-    fast = min(steps, key=steps.__getitem__)
-    made[1].append(
-        Figure(
-            key,
-            "lines",
-            f"Training loss, {task}",
-            f"Means over {_SMOOTHED} steps, medians over seeds. Half of the loss of a guess is "
-            f"reached first by {fast}, after {steps[fast]:.0f} steps (A: {steps['A']:.0f}).",
-            {"x": f"{key}.x", "y": f"{key}.y"},
-            axes={"x": "step", "y": "cross-entropy, nat", "y_scale": "log"},
-            labels={"series": arms},
-        )
+    _add_lines(
+        made,
+        f"loss-{task}",
+        f"Training loss, {task}",
+        f"Means over {_SMOOTHED} steps, medians over seeds. {_first(found, task, arms)}",
+        _padded(lines, length),
+        arms,
+        np.arange(_SMOOTHED, _SMOOTHED + length, dtype=float),
+        {"x": "step", "y": "cross-entropy, nat", "y_scale": "log"},
     )
 
 
-def _add_trade_off(found: CollapseOutcomes, task: str, made: Made) -> None:
-    """Validation loss over the weight of each penalty."""
-    names = found.ranked(task)
-    weights = found.settings.weights
-    if len(weights) < 2 or not names:
-        return
-    y = np.array(
-        [
-            [mean(found.selection(task, f"B.{n}", w), "best_validation") for w in weights]
-            for n in names
-        ]
-    )
-    key = f"trade-off-{task}"
-    made[0][f"{key}.x"], made[0][f"{key}.y"] = np.log10(np.array(weights)), y
-    weight = found.weight(task, f"B.{names[0]}")
-    made[1].append(
-        Figure(
-            key,
-            "lines",
-            f"Validation loss over the weight of penalties, {task}",
-            f"Means over selection seeds. Lowest: {names[0]} at {weight:g}; knees stand in the "
-            "table of the grid.",
-            {"x": f"{key}.x", "y": f"{key}.y"},
-            axes={"x": "log10 of the weight", "y": "validation loss, nat", "y_scale": "log"},
-            labels={"series": names},
-        )
-    )
-
-
-def _add_maps(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -> None:
-    """Attention of one test example, all heads of all shown arms beside one another, by layer."""
-    stacks = {
-        arm: outcome.arrays["maps"]
-        for arm in arms
-        if (outcome := found.verdicts(task, arm).get(FRESH)) is not None
-        and "maps" in outcome.arrays
-    }
-    if not stacks:
-        return
-    layers, heads, n, _ = next(iter(stacks.values())).shape
-    for layer in range(layers):
-        key = f"maps-{task}-layer-{layer}"
-        made[0][f"{key}.values"] = np.concatenate(
-            [head for maps in stacks.values() for head in maps[layer]], axis=1
-        )
-        made[1].append(
-            Figure(
-                key,
-                "heatmap",
-                f"Attention side by side, {task}, layer {layer}",
-                "One test example, first fresh seed; a row is a token that asks. Heads that are "
-                "copies show the same pattern twice.",
-                {"values": f"{key}.values"},
-                axes={"x": "arm, head: key", "y": "query"},
-                labels={
-                    "rows": [str(i) for i in range(n)],
-                    "columns": [
-                        f"{arm}, head {h}: {k}"
-                        for arm in stacks
-                        for h in range(heads)
-                        for k in range(n)
-                    ],
-                },
-            )
-        )
-
-
-def _add_cka(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -> None:
-    """Debiased CKA between all heads, means over seeds, for the baseline and the others."""
+def _first(found: CollapseOutcomes, task: str, arms: list[str]) -> str:
+    """Which arm reaches the level first, of those of which most seeds reach it."""
+    steps = {}
     for arm in arms:
-        matrices = [o.arrays["head_cka"] for o in found.verdicts(task, arm).values()]
-        size = len(matrices[0])
-        heads = found.settings.heads
-        names = [f"layer {i // heads}, head {i % heads}" for i in range(size)]
-        key = f"head-cka-{task}-{arm.replace('.', '-').lower()}"
-        made[0][f"{key}.values"] = np.nanmean(matrices, axis=0)
-        off = ~np.eye(size, dtype=bool)
-        made[1].append(
-            Figure(
-                key,
-                "heatmap",
-                f"How alike what heads write is, {task}, {arm}",
-                f"Debiased CKA, mean over seeds; {made[0][f'{key}.values'][off].mean():.2f} "
-                "between different heads.",
-                {"values": f"{key}.values"},
-                axes={"x": "head", "y": "head"},
-                labels={"rows": names, "columns": names},
-            )
+        each = [o.value("steps_to_level") for o in found.verdicts(task, arm).values()]
+        # Over more than half of finite values the median is finite as well.
+        if sum(map(math.isfinite, each)) > len(each) / 2:
+            steps[arm] = float(np.median([v if math.isfinite(v) else math.inf for v in each]))
+    level = "half of the loss of a guess"
+    if not steps:
+        return f"No arm reaches {level} for more than half of its seeds."
+    fast = min(steps, key=steps.__getitem__)
+    said = f"{level.capitalize()} is reached first by {fast}, after {steps[fast]:.0f} steps"
+    slow = [arm for arm in arms if arm not in steps]
+    if "A" in steps and fast != "A":
+        said += f" (A: {steps['A']:.0f})"
+    if slow:
+        said += f"; not by more than half of the seeds of {', '.join(slow)}"
+    return f"{said}. Seeds that never reach it count as later than all others."
+
+
+def _judged(found: CollapseOutcomes, task: str, arm: str) -> Floats | None:
+    """Validation losses [seeds, epochs + 1] of an arm, nan where there are none."""
+    rows = [o.arrays["judged"] for o in found.verdicts(task, arm).values() if "judged" in o.arrays]
+    if not rows:
+        return None
+    found_rows = _padded(rows, max(map(len, rows)))
+    return np.where(np.isfinite(found_rows), found_rows, np.nan)
+
+
+def _add_validation(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -> None:
+    """Validation loss by epoch."""
+    rows = {arm: r for arm in arms if (r := _judged(found, task, arm)) is not None}
+    if not rows:
+        return
+    lines = {arm: _median(list(r)) for arm, r in rows.items()}
+    length = max(map(len, lines.values()))
+    lowest = {arm: np.nanmin(v) for arm, v in lines.items() if np.isfinite(v).any()}
+    said = ""
+    if lowest:
+        best = min(lowest, key=lowest.__getitem__)
+        at = int(np.nanargmin(lines[best]))
+        said = f" The lowest is that of {best}: {lowest[best]:.3g} after {at} epochs."
+    _add_lines(
+        made,
+        f"validation-{task}",
+        f"Validation loss by epoch, {task}",
+        f"Medians over seeds, epoch 0 before training.{said}",
+        _padded(list(lines.values()), length),
+        list(lines),
+        np.arange(length, dtype=float),
+        _EPOCHS,
+    )
+
+
+def _add_range(found: CollapseOutcomes, task: str, arms: list[str], made: Made) -> None:
+    """The same of the baseline and the best penalty, with the smallest and the largest of seeds."""
+    best = [f"B.{name}" for name in found.ranked(task)[:1]]
+    rows = {
+        arm: r
+        for arm in ("A", *best)
+        if arm in arms and (r := _judged(found, task, arm)) is not None
+    }
+    if not rows:
+        return
+    length = max(r.shape[1] for r in rows.values())
+    # inf is neither the smallest nor nan; -inf never the largest.
+    lines = []
+    for r in rows.values():
+        kept = np.isfinite(r).any(axis=0)
+        for line in (
+            np.where(np.isfinite(r), r, np.inf).min(axis=0),
+            _median(list(r)),
+            np.where(np.isfinite(r), r, -np.inf).max(axis=0),
+        ):
+            lines.append(np.where(kept, line, np.nan))
+    named = " and of ".join(rows)
+    _add_lines(
+        made,
+        f"validation-range-{task}",
+        f"Spread of the validation loss over seeds, {task}",
+        f"Smallest, median and largest over the seeds of {named}, epoch by epoch.",
+        _padded(lines, length),
+        [f"{arm}, {which}" for arm in rows for which in ("smallest", "median", "largest")],
+        np.arange(length, dtype=float),
+        _EPOCHS,
+    )
+
+
+# ── trade-off ──
+
+
+def _add_trade_offs(found: CollapseOutcomes, task: str, made: Made) -> None:
+    """Validation loss over the weight: of all penalties, of their controls, of the best two."""
+    names = found.ranked(task)
+    if len(found.settings.weights) < 2 or not names:
+        return
+    best = names[0]
+    level, which = _baseline(found, task)
+    knee, chosen = found.knee(task, f"B.{best}"), found.weight(task, f"B.{best}")
+    heard = (
+        f"Validation loss, for accuracy is not read on validation rows; means over selection seeds,"
+        f" A as a level ({which})."
+    )
+    marked = f"{best} is lowest at {chosen:g}; its knee, the line, is {knee:g}"
+    control = found.weight(task, f"C.{best}")
+    other = (
+        ""
+        if control is None
+        else f" C.{best} is lowest at {control:g}, its knee is {found.knee(task, f'C.{best}'):g}."
+    )
+    matched = "the weight of C is that of the penalty it is matched to"
+    for kind, title, arms, said in (
+        ("", "of penalties", [f"B.{n}" for n in names], f"{marked} (largest weight within one "
+         "standard error)."),
+        ("-decay", "of weight decay", [f"C.{n}" for n in names], f"Here {matched}; the line is the "
+         f"knee of B.{best}."),
+        ("-best", f"of {best} and its weight decay", [f"B.{best}", f"C.{best}"],
+         f"{marked}.{other} Here {matched}."),
+    ):  # fmt: skip
+        weights = found.settings.weights
+        y = [[mean(found.selection(task, a, w), "best_validation") for w in weights] for a in arms]
+        _add_lines(
+            made,
+            f"trade-off{kind}-{task}",
+            f"Validation loss over the weight {title}, {task}",
+            f"{heard} {said}",
+            np.array([*y, [level] * len(weights)]),
+            [*arms, "A"],
+            np.log10(np.array(weights)),
+            {"x": "log10 of the weight", "y": "validation loss, nat", "y_scale": "log"},
+            [math.log10(knee)] if math.isfinite(knee) else None,
         )
+
+
+def _baseline(found: CollapseOutcomes, task: str) -> tuple[float, str]:
+    """Mean validation loss of A from the task's setting, and of which runs it is.
+
+    The search has the seeds of selection; tasks that confirm have no search of their own.
+    """
+    start = found.failing(task)
+    if start is not None:
+        return mean(found.searched(task)[start], "best_validation"), "of the search seeds"
+    runs = list(found.verdicts(task, "A").values())
+    return mean(runs, "best_validation"), "of the verdicts' seeds"
 
 
 def _smooth(losses: Floats) -> Floats:

@@ -56,15 +56,17 @@ def course_values(course: Course, level: float) -> dict[str, float]:
     """Numbers of the way there.
 
     best_validation; curve: mean validation loss over the epochs; steps_to_level: steps until the
-    mean of 20 losses is below `level`, one more than there were if it never is; roughness of the
-    loss; peak_coherence and last_coherence; alarms by name with their first steps; pulls.
+    mean of 20 losses is below `level`, nan if it never is, and reached: whether it is; roughness of
+    the loss; peak_coherence and last_coherence; alarms by name with their first steps; pulls, as
+    far as they are finite (a training that diverges ends with some that are not).
     """
     losses = course.losses
     alarms = detect(course.readings_with_losses())
     found = {
         "best_validation": min(course.judged),
         "curve": float(np.mean(course.judged)),
-        "steps_to_level": float(_reached(losses, level)),
+        "steps_to_level": _reached(losses, level),
+        "reached": float(math.isfinite(_reached(losses, level))),
         "roughness": roughness(losses),
         "alarms": float(len({a.name for a in alarms if a.name in ALARMED})),
         "harmful": float(any(a.harmful for a in alarms)),
@@ -81,11 +83,11 @@ def course_values(course: Course, level: float) -> dict[str, float]:
         values = [
             r.value
             for r in course.readings
-            if r.name == name and (r.step or 0) % course.plan.every == 0
+            if r.name == name and course.plan.even(r.step or 0) and math.isfinite(r.value)
         ]
         if values:
-            found[f"{name}_mean"] = float(np.nanmean(values))
-            found[f"{name}_largest"] = float(np.nanmax(values))
+            found[f"{name}_mean"] = float(np.mean(values))
+            found[f"{name}_largest"] = float(np.max(values))
     return found
 
 
@@ -93,15 +95,19 @@ def _first(alarms: Sequence[Alarm]) -> float:
     return min((a.since for a in alarms), default=math.nan)
 
 
-def _reached(losses: Sequence[float], level: float) -> int:
+def _reached(losses: Sequence[float], level: float) -> float:
     for step in range(_WINDOW, len(losses) + 1):
         if sum(losses[step - _WINDOW : step]) / _WINDOW < level:
-            return step
-    return len(losses) + 1
+            return float(step)
+    return math.nan
 
 
 def curves(course: Course) -> dict[str, NDArray[np.float64]]:
-    """`CURVES` at the sampled steps, which are "at", all [k]; and "loss" of every step."""
+    """`CURVES` at the sampled steps, which are "at", all [k].
+
+    Also "loss" of every step, and "judged": the validation losses, before the first epoch and after
+    each.
+    """
     by_step: dict[int, dict[str, dict[str, list[float]]]] = {}
     for r in course.readings:
         layer = str(r.where.get("layer", ""))
@@ -111,7 +117,8 @@ def curves(course: Course) -> dict[str, NDArray[np.float64]]:
     steps = sorted(step for step, values in by_step.items() if "qk_coherence" in values)
     rows = [_row(by_step[step]) for step in steps]
     found = {name: np.array([row[name] for row in rows]) for name in CURVES}
-    return {"at": np.array(steps, float), "loss": np.array(course.losses), **found}
+    found |= {"loss": np.array(course.losses), "judged": np.array(course.judged)}
+    return {"at": np.array(steps, float), **found}
 
 
 def _row(values: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
@@ -132,7 +139,10 @@ def _row(values: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float
 def held_out_values(
     model: Encoder, task: Task, noises: Sequence[float], radii: Sequence[float], steps: int
 ) -> dict[str, float]:
-    """error, loss and macro_f1 on the test rows, and errors under noise and attacks on 200."""
+    """error, loss and macro_f1 on the test rows; on 200 of them errors under noise and attacks.
+
+    Undisturbed these have the error noise_0.
+    """
     test = task.test
     with torch.no_grad():
         logits = model(test.x)
@@ -146,7 +156,7 @@ def held_out_values(
     }
     few = test.first(_ATTACKED)
     function, x, unit = _space(model, few)
-    for level in noises:
+    for level in (0.0, *noises):
         right = noise_accuracy(function, x, few.y, level * unit, limits=task.limits)
         found[f"noise_{level:g}"] = 1 - right
     for radius in radii:

@@ -9,6 +9,7 @@ state of what is added to the loss. Of two lines for one epoch the later one cou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from levelhead.base.errors import DivergenceError
@@ -33,17 +34,18 @@ from levelhead.training.watchers import chosen_invariants, map_readings, weight_
 
 __all__ = ["Course", "Plan", "Start", "begin", "trained"]
 
+# What curves and alarms read of weights; nothing else is computed.
 INVARIANTS = (
     "qk_coherence",
     "ov_coherence",
     "qk_effective_heads",
     "ov_effective_heads",
-    "qk_effective_rank",
-    "qk_spectral_norm",
     "ov_frobenius_norm",
 )
 _EARLY, _OFTEN = 60, 3
 _PROBED = 32
+# Texts judged at a time: of like length, so that little padding is computed.
+_TEXTS = 64
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,11 @@ class Plan:
         >>> [step for step in range(90) if Plan(1, 90, 8, 2, 8, 20).sampled(step)][-6:]
         [48, 51, 54, 57, 60, 80]
         """
-        return done % self.every == 0 or (done <= _EARLY and done % _OFTEN == 0)
+        return self.even(done) or (done <= _EARLY and done % _OFTEN == 0)
+
+    def even(self, done: int) -> bool:
+        """Whether that many steps are a multiple of `every`: of these, means are taken."""
+        return done % self.every == 0
 
 
 def begin(task: Task, start: Start, plan: Plan, arm: str, weight: float, seed: int) -> Encoder:
@@ -121,6 +127,23 @@ def begin(task: Task, start: Start, plan: Plan, arm: str, weight: float, seed: i
     return model
 
 
+@dataclass(frozen=True, eq=False)
+class _Looking:
+    """A model, and what finds its layers and maps: made once, for that takes a quarter of a look.
+
+    It is no other for other weights, unless the model itself is another (arm D is read as a copy).
+    """
+
+    model: nn.Module
+    live: LiveLayers
+    capture: MapCapture
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Looking:
+        live = LiveLayers(model)
+        return cls(model, live, MapCapture(model, live.names, matrices=16))
+
+
 class Course:
     """What is read of a training as it goes on; see the top of the module.
 
@@ -139,6 +162,7 @@ class Course:
         self._new_losses: list[Tensor] = []
         self._new_readings: list[Reading] = []
         self._chosen = chosen_invariants(INVARIANTS)
+        self._looking: _Looking | None = None
 
     @property
     def steps(self) -> int:
@@ -158,8 +182,13 @@ class Course:
             loss = _loss(self.model(x), y)
             step = self.steps
             self._new_losses.append(loss.detach())
-            whole = self.added(loss, sampled)
-            if sampled:
+            measured = self.plan.even(step)
+            try:
+                whole = self.added(loss, measured)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                # Weights, or products of them, are not finite: `train` ends at a loss of nan.
+                return loss * math.nan
+            if measured:
                 self._new_readings += [
                     Reading(name, value, step=step, source="collapse")
                     for name, value in self.added.measured.items()
@@ -169,19 +198,23 @@ class Course:
         return closure
 
     def look(self) -> None:
-        """Readings of weights and maps as they are."""
+        """Readings of weights and maps as they are; none where they are not finite."""
         plain = readable(self.model, self.arm)
-        live = LiveLayers(plain)
+        if not all(bool(p.isfinite().all()) for p in plain.parameters()):
+            return
+        looking = self._looking
+        if looking is None or looking.model is not plain:
+            looking = self._looking = _Looking.of(plain)
         with torch.no_grad():
-            for view in live.views():
+            for view in looking.live.views():
                 self._new_readings += weight_readings(view, self._chosen, self.steps)
-        with MapCapture(plain, live.names, matrices=16) as capture:
-            for name, found in capture.look(plain, self.task.validation.x[:_PROBED]).items():
-                self._new_readings += map_readings(name, found, self.steps)
+        probed = self.task.validation.x[:_PROBED]
+        for name, found in looking.capture.look(plain, probed).items():
+            self._new_readings += map_readings(name, found, self.steps)
 
     def judge(self) -> float:
         """The validation loss at the end of an epoch, which is written down first."""
-        value = float(_whole_loss(self.model, self.task.validation))
+        value = float(_whole_loss(self.model, self.task.validation, self.task.padding))
         line = {
             "epoch": len(self.judged),
             "validation": value,
@@ -284,9 +317,20 @@ def _loss(logits: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
-def _whole_loss(model: Encoder, part: Part) -> Tensor:
+def _whole_loss(model: Encoder, part: Part, padding: int | None) -> Tensor:
     with torch.no_grad():
-        return _loss(model(part.x), part.y)
+        return _loss(_whole_logits(model, part.x, padding), part.y)
+
+
+def _whole_logits(model: Encoder, x: Tensor, padding: int | None) -> Tensor:
+    """Logits [N, …]; texts by length, without the padding at their ends, which changes nothing."""
+    if padding is None:
+        logits: Tensor = model(x)
+        return logits
+    lengths = (x != padding).sum(1)
+    order = lengths.argsort(stable=True)
+    found = [model(x[part, : int(lengths[part[-1]])]) for part in torch.split(order, _TEXTS)]
+    return torch.cat(found)[order.argsort()]
 
 
 def _epochs_in(state: Path) -> int:

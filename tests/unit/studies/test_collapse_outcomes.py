@@ -2,113 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from levelhead.base.records import Reading
-from levelhead.studies.collapse import CollapseSettings
-from levelhead.studies.collapse_conclusions import conclude, knee
-from levelhead.studies.collapse_measures import ALARMED, CURVES
-from levelhead.studies.collapse_outcomes import FRESH, CollapseOutcomes, cell_name, starts
+from levelhead.studies.collapse_conclusions import conclude
+from levelhead.studies.collapse_outcomes import FRESH, CollapseOutcomes, cell_name
 from levelhead.studies.collapse_statements import primary, secondary, statements
-from levelhead.studies.study import Outcome, Statement
-
-SETTINGS = CollapseSettings(
-    seeds=6,
-    search_seeds=2,
-    selection_seeds=2,
-    tasks=("digits",),
-    confirm=(),
-    optimisers=("adam-0.001", "sgd-0.1"),
-    scales=(1.0, 0.01),
-    spreads=(1.0,),
-    depths=(2, 4),
-    penalties=("coherence", "nuclear"),
-    weights=(0.1, 1.0),
-    shares=(0.5, 1.0),
+from unit.studies.planted_collapse import (
+    CHOSEN,
+    COLLAPSED,
+    LARGE,
+    SETTINGS,
+    SMALL,
+    named,
+    outcome,
+    searched,
+    selected,
+    val,
+    verdicts,
 )
-SMALL, LARGE = (s for s in starts(SETTINGS) if s.optimiser == "adam" and s.depth == 2)
-SMALL, LARGE = sorted((SMALL, LARGE), key=lambda start: start.scale)
-
-
-def outcome(**values: float) -> Outcome:
-    arrays = {}
-    if "error" in values:
-        arrays = {name: np.array([0.5, 0.6]) for name in CURVES}
-        arrays |= {"at": np.array([0.0, 3.0]), "loss": np.ones(30), "head_cka": np.eye(4)}
-    defaults = dict.fromkeys([f"alarm_{name}" for name in ALARMED], 0.0)
-    shown = {"curve": 1.0, "best_validation": 1.0, "peak_coherence": 0.5, "last_coherence": 0.5}
-    return Outcome([Reading(n, v) for n, v in (defaults | shown | values).items()], arrays)
-
-
-def searched(**by_name: dict[str, float]) -> dict[str, Outcome]:
-    found = {}
-    for start in starts(SETTINGS):
-        key = f"{start.optimiser}_{start.scale:g}_{start.depth}".replace(".", "_")
-        for seed in range(2):
-            name = cell_name("search", "digits", start.name, seed)
-            found[name] = outcome(**by_name.get(key, {}))
-    return found
-
-
-def selected(weights: dict[tuple[str, float], list[dict[str, float]]]) -> dict[str, Outcome]:
-    return {
-        cell_name("select", "digits", f"{arm}-{weight:g}", seed): outcome(**values)
-        for (arm, weight), rows in weights.items()
-        for seed, values in enumerate(rows)
-    }
-
-
-def val(*losses: float, **more: float) -> list[dict[str, float]]:
-    return [{"best_validation": loss, **more} for loss in losses]
-
-
-CHOSEN = selected(
-    {
-        ("B.coherence", 0.1): val(0.5, 0.7, pull_mean=3.0, decay_pull_mean=2.0),
-        ("B.coherence", 1.0): val(0.65, 0.65, pull_mean=8.0, decay_pull_mean=2.0),
-        ("B.nuclear", 0.1): val(0.9, 0.9, alarm_head_collapse=1.0),
-        ("B.nuclear", 1.0): val(0.8, 0.8, alarm_head_collapse=1.0),
-        ("C.coherence", 0.1): val(0.7, 0.7),
-        ("C.coherence", 1.0): val(0.6, 0.6),
-        ("C.nuclear", 0.1): val(0.8, 0.8),
-        ("D.core", 0.5): val(0.4, 0.4),
-        ("D.core", 1.0): val(0.9, 0.9),
-    }
-)
-COLLAPSED = searched(
-    adam_0_01_2={"alarm_head_collapse": 1.0, "best_validation": 0.5},
-    adam_1_2={"best_validation": 3.0},
-    sgd_0_01_4={"alarm_head_collapse": 1.0, "best_validation": 9.0},
-)
-
-
-def verdicts(effects: dict[str, float], alarms: dict[str, float]) -> dict[str, Outcome]:
-    """Errors .5 + a seed's own noise + the effect of the arm + noise of the arm."""
-    weights = {"A": 0.0, "O": 0.0, "E.naive": 1.0, "B.coherence": 0.1, "B.nuclear": 1.0}
-    weights |= {"C.coherence": 1.0, "C.nuclear": 0.1, "D.core": 0.5}
-    draw = np.random.default_rng(0)
-    common = draw.normal(0, 0.1, 6)
-    found = {}
-    for arm, weight in weights.items():
-        errors = 0.5 + common + effects.get(arm, 0.0) + draw.normal(0, 0.01, 6)
-        for seed in range(6):
-            name = cell_name("verdict", "digits", f"{arm}-{weight:g}", FRESH + seed)
-            found[name] = outcome(
-                error=errors[seed],
-                steps_to_level=10.0,
-                alarm_head_collapse=alarms.get(arm, 0.0),
-                naive_share_largest=1e-20,
-                naive_largest=1e-30,
-            )
-    return found
-
-
-def named(found: list[Statement], name: str) -> Statement:
-    [statement] = [s for s in found if s.name == name]
-    return statement
-
 
 # ── choices ──
 
@@ -169,16 +84,27 @@ def test_the_strength_of_weight_decay_is_the_ratio_of_mean_pulls() -> None:
     assert found.strength("digits", "C.coherence", 0.1) == pytest.approx(1.5)
     assert found.strength("digits", "C.coherence", 1.0) == pytest.approx(4.0)
     assert found.strength("digits", "B.coherence", 0.1) == 0.1
-    assert found.strength("digits", "C.nuclear", 0.1) == 0.0  # no pull was ever read
+    assert found.strength("digits", "C.nuclear", 0.1) is None  # no pull was ever read
+    lost = selected(
+        {("B.nuclear", 0.1): [val(0.5, pull_mean=math.nan)[0], val(0.5, pull_mean=3.0)[0]]}
+    )
+    assert CollapseOutcomes(SETTINGS, lost).strength("digits", "C.nuclear", 0.1) is None
     assert found.strength("digits", "C.unknown", 0.1) is None
 
 
 def test_the_knee_is_the_largest_weight_within_a_standard_error_of_the_best() -> None:
     found = CollapseOutcomes(SETTINGS, {**COLLAPSED, **CHOSEN})
     # Best .6 ± .1 at .1; .65 lies within, .8 would not.
-    assert knee(found, "digits", "B.coherence") == 1.0
-    assert knee(found, "digits", "C.coherence") == 1.0
-    assert knee(found, "digits", "D.core") == 0.5
+    assert found.knee("digits", "B.coherence") == 1.0
+    assert found.knee("digits", "C.coherence") == 1.0
+    assert found.knee("digits", "D.core") == 0.5
+
+
+def test_the_knee_of_the_head_core_is_the_smallest_share_within_a_standard_error() -> None:
+    told = selected({("D.core", 0.5): val(0.45, 0.45), ("D.core", 1.0): val(0.3, 0.5)})
+    found = CollapseOutcomes(SETTINGS, {**COLLAPSED, **CHOSEN, **told})
+    assert found.weight("digits", "D.core") == 1.0
+    assert found.knee("digits", "D.core") == 0.5
 
 
 # ── verdicts ──
@@ -276,7 +202,7 @@ def test_findings_have_all_tables_and_say_what_they_found() -> None:
     row = list(grid.rows).index("B.coherence")
     np.testing.assert_allclose(grid.values[row], [0.6, 0.65, 0.1, 1.0])
     said = " ".join(findings.conclusion)
-    assert "raised the alarm of head collapse for 100 % of the search seeds" in said
+    assert "the alarm of head collapse went off for 2 of 2 search seeds" in said
     assert "B.coherence beats both the baseline and weight decay" in said
     assert named(list(findings.statements), "ordinary-start-digits").holds
     kinds = {figure.name: figure.kind for figure in findings.figures}

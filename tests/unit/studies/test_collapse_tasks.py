@@ -85,6 +85,14 @@ def test_sst2_is_read_from_its_files_with_the_words_of_the_training_part(tmp_pat
     assert task.test.y.tolist() == [0, 1] * 4
 
 
+def test_sst2_is_read_once_and_anew_when_a_file_has_changed(tmp_path: Path) -> None:
+    sentences(tmp_path)
+    first, again = (make_task("sst2", SIZES, s, text=str(tmp_path), tokens=5) for s in (0, 1))
+    assert first is again
+    (tmp_path / "stsa.binary.dev").write_text("1 good\n0 bad\n")
+    assert len(make_task("sst2", SIZES, 0, text=str(tmp_path), tokens=5).validation) == 2
+
+
 def test_words_are_counted_and_rare_ones_are_one() -> None:
     words = Vocabulary.of([["b", "a", "b"], ["a", "c"]])
     assert words.words == ("a", "b")

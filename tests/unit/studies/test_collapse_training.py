@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch.nn import functional
 from levelhead.base.errors import Interrupted
 from levelhead.invariants.heads import coherence, head_gram
 from levelhead.studies import collapse_training
+from levelhead.studies.collapse_arms import PENALTIES, Addition
 from levelhead.studies.collapse_measures import course_values, curves, held_out_values, pictures
-from levelhead.studies.collapse_tasks import Task, make_task
+from levelhead.studies.collapse_tasks import Part, Task, make_task
 from levelhead.studies.collapse_training import Course, Plan, Start, begin, trained
 from levelhead.studies.study import Workspace
 from levelhead.weights.layouts import views
@@ -79,7 +81,8 @@ def test_the_course_has_every_loss_and_readings_of_sampled_steps(
     sampled = [0, 3, 4, 6, 8, 9]
     steps = sorted({r.step for r in course.readings if r.name == "qk_coherence"})
     assert steps == sampled
-    assert sorted(r.step for r in course.readings if r.name == "pull") == sampled
+    # Means of pulls are over evenly spaced steps, so no others are measured.
+    assert sorted(r.step for r in course.readings if r.name == "pull") == [0, 4, 8]
     first = next(r for r in course.readings if r.name == "qk_coherence")
     assert first.value == pytest.approx(
         coherence(head_gram(next(iter(views(fresh))))).item(), rel=1e-5
@@ -95,12 +98,49 @@ def test_the_course_has_every_loss_and_readings_of_sampled_steps(
     values = course_values(course, level=100.0)
     assert values["best_validation"] == min(course.judged)
     # Twelve losses cannot have a mean over twenty.
-    assert values["steps_to_level"] == 13
+    assert math.isnan(values["steps_to_level"])
+    assert values["reached"] == 0
+    assert drawn["judged"].tolist() == course.judged
     # The best weights are kept.
     with torch.no_grad():
         logits = model(task.validation.x).flatten(0, 1)
         loss = functional.cross_entropy(logits, task.validation.y.flatten())
     assert loss.item() == pytest.approx(values["best_validation"], rel=1e-6)
+
+
+def test_texts_are_judged_without_their_padding_to_the_same_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collapse_training, "_TEXTS", 3)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(1, 9, (10, 6), generator=draw)
+    for row, length in zip(x, (3, 1, 6, 2, 5, 1, 4, 6, 2, 3), strict=True):
+        row[length:] = 0
+    part = Part(x, torch.randint(0, 3, (10,), generator=draw))
+    texts = Task("own", part, part, part, 3, 6, "mean", vocabulary=9, padding=0)
+    model = begin(texts, START, PLAN, "A", 0.0, 0).eval()
+    widths: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    judged = collapse_training._whole_loss(model, part, 0)
+    assert widths == [2, 3, 6, 6]
+    with torch.no_grad():
+        each = [functional.cross_entropy(model(x[i : i + 1]), part.y[i : i + 1]) for i in range(10)]
+    assert judged.item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-5)
+
+
+def test_looks_follow_the_weights_of_now(task: Task, tmp_path: Path) -> None:
+    for arm in ("A", "D.core"):
+        model = begin(task, START, PLAN, arm, 1.0, 0)
+        course = Course(model, task, PLAN, arm, Addition(), tmp_path / "course")
+        course.look()
+        with torch.no_grad():
+            for p in model.layers.parameters():
+                p.mul_(2.0)
+        course.look()
+        for name in ("ov_frobenius_norm", "largest_logit"):
+            values = [r.value for r in course._new_readings if r.name == name]
+            first, second = values[: len(values) // 2], values[len(values) // 2 :]
+            assert all(b > 1.5 * a for a, b in zip(first, second, strict=True)), (arm, name)
 
 
 class _Stopped(Course):
@@ -138,6 +178,24 @@ def test_a_training_that_diverges_is_an_outcome_with_a_note(task: Task, tmp_path
     assert len(notes) == 1
     assert notes[0].startswith("training diverged (")
     assert course_values(course, 1.0)["best_validation"] == course.judged[0]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("rate", [1e12, 1e38])
+@pytest.mark.parametrize("arm", [*(f"B.{name}" for name in PENALTIES), "D.core", "E.naive"])
+def test_no_arm_breaks_off_when_its_training_diverges(
+    task: Task, tmp_path: Path, arm: str, rate: float
+) -> None:
+    wild = replace(START, optimiser="sgd", rate=rate)
+    plan = replace(PLAN, epochs=1, every=1)
+    weight = 0.5 if arm == "D.core" else 1.0
+    model = begin(task, wild, plan, arm, weight, 0)
+    course, notes = trained(model, task, wild, plan, arm, weight, 0, Workspace(tmp_path), arm)
+    assert len(notes) == 1
+    values = course_values(course, 1.0)
+    assert values["best_validation"] == course.judged[0]
+    # The strength of weight decay follows from pulls, and is written as JSON.
+    assert all(math.isfinite(v) for name, v in values.items() if "pull" in name)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
