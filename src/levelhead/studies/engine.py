@@ -177,7 +177,7 @@ def run_cell(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> N
         return
     _clear(place)
     place.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     failed = None
     outcome = Outcome()
     with threads(settings.threads):
@@ -202,7 +202,12 @@ def run_cell(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> N
         "failed": failed,
         "threads": settings.threads,
         "process": os.getpid(),
-        "seconds": {"whole": time.perf_counter() - began, **outcome.seconds},
+        # A cell whose cores are shared takes longer than it computes.
+        "seconds": {
+            "whole": time.perf_counter() - began,
+            "cpu": time.process_time() - busy,
+            **outcome.seconds,
+        },
     }
     write_json(place / _DONE, record)
 

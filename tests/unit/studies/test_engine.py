@@ -40,6 +40,7 @@ def test_every_cell_runs_once_and_leaves_what_it_found(tmp_path: Path) -> None:
         assert list(found.notes) == [f"number {number}"]
         assert found.seconds["part"] == 0.5
         assert found.seconds["whole"] > 0
+        assert found.seconds["cpu"] > 0
         assert starts(tmp_path, number) == 1
 
 
