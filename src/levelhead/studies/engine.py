@@ -15,9 +15,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,7 +97,8 @@ def execute(
     Args:
         work: the study's function of one cell; a function of a module.
         jobs: cells at a time; 1 runs them here, without a pool.
-        tries: how often a pool may break without a single cell finished in between.
+        tries: how often a pool may break without a single cell finished in between; then the cells
+            that had begun run one at a time, and those that lose their worker again are given up.
 
     An error of ours (`LevelheadError`) belongs to its cell: it is written down and named. Any
     other error stops the study, for it is a mistake in the code. Raises Interrupted for Ctrl-C and
@@ -107,18 +108,20 @@ def execute(
         done = sum(_finished(folder, cell) for cell in cells)
         advance(done)
         broke = 0
-        while broke < tries:
-            todo = [cell for cell in cells if not _finished(folder, cell)]
-            if not todo:
-                break
+        lost: set[str] = set()
+        while todo := _unfinished(folder, cells, lost):
+            suspects = [cell for cell in todo if _begun(folder, cell)] or todo
             with _counted(folder, cells, advance):
-                whole = _once(work, settings, todo, folder, jobs, pool)
+                if broke < tries:
+                    _once(work, settings, todo, folder, jobs, pool)
+                else:
+                    for cell in suspects:
+                        if not _alone(work, settings, cell, folder, pool):
+                            lost.add(cell.name)
             now = sum(_finished(folder, cell) for cell in cells)
-            broke = 0 if now > done else broke + 1
+            broke = 0 if now > done or broke == tries else broke + 1
             done = now
-            if whole:
-                break
-    return _failures(folder, cells, tries)
+    return _failures(folder, cells)
 
 
 def _once(
@@ -128,20 +131,27 @@ def _once(
     folder: Path,
     jobs: int,
     pool: Pool,
-) -> bool:
-    """Run `todo` once; False if the pool broke or a worker was told to stop."""
+) -> None:
+    """Run `todo` once; some are unfinished after it if the pool broke or a worker was stopped."""
     if jobs == 1:
         for cell in todo:
             run_cell(work, settings, cell, folder)
-        return True
-    try:
-        with pool.start(jobs, settings.threads):
-            stopped = Parallel(batch_size=1, pre_dispatch="all")(
-                delayed(_in_worker)(work, settings, cell, folder) for cell in todo
-            )
-    except pool.broken:
-        return False
-    return not any(stopped)
+        return
+    with suppress(*pool.broken), pool.start(jobs, settings.threads):
+        Parallel(batch_size=1, pre_dispatch="all")(
+            delayed(_in_worker)(work, settings, cell, folder) for cell in todo
+        )
+
+
+def _alone(
+    work: Work, settings: StudySettings, cell: Cell, folder: Path, pool: Pool, tries: int = 2
+) -> bool:
+    """Run one cell with no other beside it, in a worker still; whether it was finished."""
+    for _ in range(tries):
+        _once(work, settings, [cell], folder, 2, pool)
+        if _finished(folder, cell):
+            return True
+    return False
 
 
 def _in_worker(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> bool:
@@ -240,12 +250,20 @@ def _finished(folder: Path, cell: Cell) -> bool:
     return (folder / "cells" / cell.name / _DONE).is_file()
 
 
-def _failures(folder: Path, cells: Sequence[Cell], tries: int) -> list[CellFailed]:
+def _begun(folder: Path, cell: Cell) -> bool:
+    return (folder / "cells" / cell.name).is_dir()
+
+
+def _unfinished(folder: Path, cells: Sequence[Cell], lost: Collection[str]) -> list[Cell]:
+    return [cell for cell in cells if cell.name not in lost and not _finished(folder, cell)]
+
+
+def _failures(folder: Path, cells: Sequence[Cell]) -> list[CellFailed]:
     failures = []
     for cell in cells:
         if not _finished(folder, cell):
-            lost = f"its worker was lost {tries} times in a row"
-            failures.append(CellFailed(cell.name, lost))
+            reason = "its worker was lost each time, also without others beside it (memory?)"
+            failures.append(CellFailed(cell.name, reason))
             continue
         reason = read_json(folder / "cells" / cell.name / _DONE)["failed"]
         if reason is not None:

@@ -24,6 +24,7 @@ def doubled(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outcom
     if cell.given.get("dies") and before < int(cell.given["dies"]):
         workspace.state().write_bytes(b"half way")
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(float(cell.given.get("slow", 0)))
     if cell.given.get("diverges"):
         raise DivergenceError("the loss became nan at step 3")
     reading = Reading("double", 2.0 * number, where={"number": number})

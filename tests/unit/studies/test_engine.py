@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +94,18 @@ def test_a_cell_that_always_kills_its_worker_is_given_up(tmp_path: Path) -> None
     asked = cells(tmp_path, 2, dies={1: 99})
     failures = execute(doubled, SETTINGS, asked, tmp_path, jobs=2, tries=2, show_progress=False)
     assert [failure.cell for failure in failures] == ["cell-1"]
-    assert "2 times in a row" in failures[0].reason
+    assert "also without others beside it" in failures[0].reason
     assert load_outcome(tmp_path, asked[0]) is not None
+
+
+def test_a_cell_that_kills_its_worker_at_once_costs_no_other_its_place(tmp_path: Path) -> None:
+    # The first cell dies before the others, which take longer, can finish beside it.
+    asked = cells(tmp_path, 3, dies={0: 99})
+    asked = [replace(c, given={**c.given, "slow": float(i > 0)}) for i, c in enumerate(asked)]
+    failures = execute(doubled, SETTINGS, asked, tmp_path, jobs=2, tries=2, show_progress=False)
+    assert [failure.cell for failure in failures] == ["cell-0"]
+    assert all(load_outcome(tmp_path, cell) is not None for cell in asked[1:])
+    assert starts(tmp_path, 0) == 4  # twice beside others, twice alone
 
 
 def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:
