@@ -138,7 +138,7 @@ def _once(
             run_cell(work, settings, cell, folder)
         return
     with suppress(*pool.broken), pool.start(jobs, settings.threads):
-        Parallel(batch_size=1, pre_dispatch="all")(
+        Parallel(batch_size=1, pre_dispatch="n_jobs")(
             delayed(_in_worker)(work, settings, cell, folder) for cell in todo
         )
 

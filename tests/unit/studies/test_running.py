@@ -242,3 +242,26 @@ def test_a_study_killed_twice_and_resumed_gives_byte_equal_tables(tmp_path: Path
     assert command("--out", str(killed), "--resume").wait() == 0
     assert tables(whole) == tables(killed)
     assert (whole / "statements.json").read_bytes() == (killed / "statements.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_two_jobs_says_one_sentence(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "levelhead", "study", "toy", "--quick", "--jobs", "2",
+         "--no-progress", "--out", str(tmp_path / "out")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("out/cells/*/*.state.*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers, too
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said.decode().splitlines() == [
+        f"Interrupted: what is finished is kept, go on with --resume --out {tmp_path / 'out'}"
+    ]
