@@ -204,7 +204,8 @@ def _words(element: Element) -> str:
 
 def _text(words: str) -> str:
     """Words that Markdown shows as they are."""
-    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", clean(words))
+    # An underscore inside of a word is one already.
+    return re.sub(r"([\\`*\[\]<>|#~]|(?<!\w)_|_(?!\w))", r"\\\1", clean(words))
 
 
 def _code(words: str) -> str:
