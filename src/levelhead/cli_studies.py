@@ -62,6 +62,8 @@ def study(
     from levelhead.studies.running import run_study, settings_from_toml
 
     if not name:
+        if quick or full or set_ or settings or seeds or out:
+            raise InputError(f"which study? Name one of {', '.join(STUDIES)}")
         show([{"study": s.name, "question": s.question} for s in STUDIES.values()], as_json)
         return
     chosen = find_study(name)
@@ -82,7 +84,7 @@ def study(
     say(str(reported(result.run)))
     rows = result.rows()
     short = [
-        {"statement": r["name"], "verdict": _verdict(r), "evidence": r["evidence"]} for r in rows
+        {"verdict": _verdict(r), "statement": r["claim"], "evidence": r["evidence"]} for r in rows
     ]
     show(rows if as_json else short, as_json)
     if any(not row["expected"] for row in rows) and not as_json:
@@ -103,8 +105,8 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _pair(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise InputError(f"--set {text} has no '=': write it as epochs=20")
+    if not sign or not key.strip():
+        raise InputError(f"--set {text} was given: write a setting and its value, as epochs=20")
     return key.strip(), value.strip()
 
 

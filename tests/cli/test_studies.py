@@ -42,11 +42,12 @@ def test_without_a_name_the_studies_are_listed() -> None:
         (["nothing"], "there is no study 'nothing': choose from toy"),
         (["toy", "--quick", "--full"], "--quick and --full were both given"),
         (["toy", "--resume"], "--resume needs --out"),
-        (["toy", "--set", "epochs"], "--set epochs has no '=': write it as epochs=20"),
+        (["toy", "--set", "epochs"], "--set epochs was given: write a setting and its value"),
         (["toy", "--set", "epoch=3"], "the study toy has no setting 'epoch'"),
         (["toy", "--set", "epochs=0"], "the setting epochs = '0' does not fit"),
+        (["--quick"], "which study? Name one of toy,"),
         (["toy", "--address", "tcp://x:1"], "--address is of a Dask or Ray cluster"),
-        (["toy", "--settings", "none.toml"], "none.toml is no TOML file that can be read"),
+        (["toy", "--settings", "none.toml"], "none.toml is no file: name a settings.toml"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(

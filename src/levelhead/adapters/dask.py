@@ -15,6 +15,8 @@ from distributed import Client, KilledWorker, LocalCluster
 from distributed.comm.core import CommClosedError
 from joblib import parallel_config
 
+from levelhead.base.errors import InputError
+
 __all__ = ["DaskPool"]
 
 
@@ -35,7 +37,13 @@ class DaskPool:
     def start(self, jobs: int, threads: int) -> Iterator[None]:
         """A context in which joblib runs on the cluster; a local one has `jobs` workers."""
         if self.address is not None:
-            client: Any = Client(self.address)  # type: ignore[no-untyped-call]
+            try:
+                client: Any = Client(self.address)  # type: ignore[no-untyped-call]
+            except (ValueError, OSError) as error:
+                raise InputError(
+                    f"no Dask cluster answers at {self.address!r} ({error}): give the address of "
+                    "its scheduler, such as tcp://host:8786"
+                ) from error
             with client, parallel_config(backend="dask"):
                 yield
             return

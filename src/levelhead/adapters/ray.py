@@ -12,6 +12,8 @@ from joblib import parallel_config
 from ray.exceptions import RayError
 from ray.util.joblib import register_ray
 
+from levelhead.base.errors import InputError
+
 __all__ = ["RayPool"]
 
 
@@ -37,7 +39,13 @@ class RayPool:
                 logging_level=logging.ERROR,
             )
         else:
-            ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+            try:
+                ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ValueError, OSError, RuntimeError) as error:
+                raise InputError(
+                    f"no Ray cluster answers at {self.address!r} ({error}): give 'auto', or an "
+                    "address such as ray://host:10001"
+                ) from error
         try:
             register_ray()  # type: ignore[no-untyped-call]
             with parallel_config(backend="ray", n_jobs=jobs, ray_remote_args={"num_cpus": threads}):

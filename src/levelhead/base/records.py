@@ -188,7 +188,7 @@ class Run:
         if used and not resume:
             raise InputError(
                 f"{folder} already holds a run ({used[0]}): "
-                "choose an empty folder, or resume the run that is there."
+                "choose an empty folder, or resume the run that is there (--resume)."
             )
         if used:
             run = cls.open(folder)

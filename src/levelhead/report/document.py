@@ -41,8 +41,8 @@ def write_report(
     prints, and fits screens from 360 pixels up.
 
     Raises `StoredFileError` when `run` is a folder that is not a run or holds a bad file,
-    `InputError` when `out` is a folder or a Figure does not fit its arrays, `LevelheadError` when
-    the file cannot be written.
+    `InputError` when `out` is a folder or does not end in .html, or a Figure does not fit its
+    arrays, `LevelheadError` when the file cannot be written.
 
     >>> import tempfile
     >>> run = Run.create(tempfile.mkdtemp(), title="A <try>", command=None, settings={})
@@ -53,8 +53,8 @@ def write_report(
     if not isinstance(run, Run):
         run = Run.open(run)
     path = run.folder / "report.html" if out is None else Path(out)
-    if path.is_dir():
-        raise InputError(f"{path} is a folder: give the name of the file to write.")
+    if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{path} was given: the name of a file that ends in .html is expected")
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from levelhead.base.errors import InputError
 from levelhead.studies.collapse_conclusions import conclude
 from levelhead.studies.collapse_measures import (
     course_values,
@@ -85,7 +86,7 @@ class CollapseSettings(StudySettings):
     seeds: int = Field(default=10, ge=2)
     search_seeds: int = Field(default=3, ge=1)
     selection_seeds: int = Field(default=3, ge=1)
-    tasks: tuple[TaskName, ...] = ("copy", "digits")
+    tasks: tuple[TaskName, ...] = Field(default=("copy", "digits"), min_length=1)
     confirm: tuple[TaskName, ...] = ("recall", "sst2")
     text: str = ""
     data: str = ""
@@ -133,7 +134,21 @@ def _confirming(settings: CollapseSettings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*settings.confirm, *own)))
 
 
+def _refuse_unreadable(settings: CollapseSettings) -> None:
+    """Raise InputError for data that were named and are not there, and if no main task is there."""
+    for name, given in (("own", settings.data), ("sst2", settings.text)):
+        reason = missing_task(name, text=settings.text, data=settings.data)
+        if given and reason is not None:
+            raise InputError(reason)
+    if not _there(settings, settings.tasks):
+        reasons = (
+            missing_task(name, text=settings.text, data=settings.data) for name in settings.tasks
+        )
+        raise InputError("; ".join(reason for reason in reasons if reason is not None))
+
+
 def _cells(settings: CollapseSettings) -> list[Cell]:
+    _refuse_unreadable(settings)
     return [
         _cell("search", task, start, "A", 0.0, seed)
         for task in _there(settings, settings.tasks)

@@ -115,7 +115,8 @@ def missing_task(name: str, *, text: str = "", data: str = "") -> str | None:
     if name == "sst2":
         if text and all((Path(text) / file).is_file() for file in _SST2):
             return None
-        return "sst2 needs stsa.binary.train, .dev and .test: give --set text=DIR"
+        here = f" ({text!r} holds none of them, or not all)" if text else ""
+        return f"sst2 needs stsa.binary.train, .dev and .test: give --set text=DIR{here}"
     if name == "fashion":
         if _fashion_folder() is not None:
             return None
@@ -347,7 +348,7 @@ def _own_images(folder: Path, sizes: tuple[int, int, int]) -> Task:
     if len(classes) < 2 or len(files) < 3:
         raise InputError(
             f"{folder} has {len(classes)} folders with {len(files)} images; expected a folder for "
-            f"each of two classes or more ({', '.join(_IMAGES)})"
+            f"each of two classes or more ({', '.join(_IMAGES)}), or a TSV file instead of a folder"
         )
     images = torch.stack([_image(file) for _, file in files])
     return _image_task("own", images, torch.tensor([i for i, _ in files]), 7, sizes)

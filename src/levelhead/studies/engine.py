@@ -96,7 +96,7 @@ def execute(
 
     Args:
         work: the study's function of one cell; a function of a module.
-        jobs: cells at a time; 1 runs them here, without a pool.
+        jobs: cells at a time; 1 runs them here, without a pool, unless a cluster was chosen.
         tries: how often a pool may break without a single cell finished in between; then the cells
             that had begun run one at a time, and those that lose their worker again are given up.
 
@@ -133,7 +133,7 @@ def _once(
     pool: Pool,
 ) -> None:
     """Run `todo` once; some are unfinished after it if the pool broke or a worker was stopped."""
-    if jobs == 1:
+    if jobs == 1 and pool is LOKY:
         for cell in todo:
             run_cell(work, settings, cell, folder)
         return

@@ -147,6 +147,10 @@ def _limits(settings: ForecastingSettings) -> list[str]:
     brief = [name for name in settings.sets if name in settings.brief]
     seeds = settings.seeds
     said = [
+        "The made series is synthetic, a leader and followers that repeat it 12 steps later: what "
+        "holds on it says nothing of real series."
+        if MADE in settings.sets
+        else "",
         f"One seed, the first horizon and no temporal attention for {', '.join(brief)}."
         if brief
         else "",

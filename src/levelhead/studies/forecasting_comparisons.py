@@ -10,7 +10,9 @@ The claims are named before any number is seen, and all their places form one fa
 for those that are not judged: with fewer than five blocks of 2H; with one seed, for windows take
 the trained weights as given and know nothing of initialisations; and where a training was stopped
 by a limit of epochs that is lower than the study's. A claim is borne out at a place if its adjusted
-p is at most .05 *and* every seed has the sign of the claim; likewise its opposite.
+p is at most .05 *and* every seed has the sign of the claim; likewise its opposite. What part of a
+gain another explains is not judged where that gain is not clearly there; it stays in the family,
+for who is in it must not depend on the numbers.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Compared:
         bootstrap: block bootstrap over the same windows, for description.
         diebold_mariano: the same by Diebold and Mariano, None for too few blocks.
         seeds: Student's paired t over seeds, None for one seed.
-        alike: every seed's difference has the sign of the mean.
+        by_seed: each seed's difference.
         blocks: how many blocks of H the test windows hold.
         reasons: why it is not judged; none if it is.
         beside: what can be said at equal numbers of epochs where a training was stopped.
@@ -119,7 +121,7 @@ class Compared:
     bootstrap: Comparison
     diebold_mariano: Comparison | None
     seeds: Comparison | None
-    alike: bool
+    by_seed: tuple[float, ...]
     blocks: float
     reasons: tuple[str, ...] = ()
     beside: str = ""
@@ -128,8 +130,14 @@ class Compared:
 
     @property
     def judged(self) -> bool:
-        """Whether there is enough to judge by."""
-        return not self.reasons
+        """Whether there is enough to judge by, and something to be judged."""
+        return not self.reasons and self.askable
+
+    @property
+    def alike(self) -> bool:
+        """Whether every seed's difference has the sign of the mean."""
+        signs = np.sign([*self.by_seed, self.windows.difference])
+        return bool((signs == signs[-1]).all())
 
     @property
     def askable(self) -> bool:
@@ -148,7 +156,7 @@ class Compared:
 
     @property
     def _clear(self) -> bool:
-        return self.judged and self.adjusted <= LEVEL and self.askable
+        return self.judged and self.adjusted <= LEVEL
 
     @property
     def share(self) -> float | None:
@@ -168,7 +176,7 @@ def compared(losses: Losses) -> list[Compared]:
         for place in losses.places
         if (made := _compared(losses, claim, place)) is not None
     ]
-    family = {str(i): c.windows.p_value for i, c in enumerate(found) if c.judged}
+    family = {str(i): c.windows.p_value for i, c in enumerate(found) if not c.reasons}
     adjusted = holm(family)
     return [replace(c, adjusted=adjusted.get(str(i), math.nan)) for i, c in enumerate(found)]
 
@@ -185,7 +193,6 @@ def _compared(losses: Losses, claim: Claim, place: Place) -> Compared | None:
     windows = paired_blocks(first, second, block=BLOCK * horizon)
     enough = windows.count >= LEAST_BLOCKS
     means = np.array([[a.mean(), b.mean()] for a, b in pairs])
-    signs = np.sign(means[:, 0] - means[:, 1])
     reasons = cut_short(losses, place, claim.arms, shared)
     reasons += ["one seed"] * (len(shared) < 2)
     if not enough:
@@ -202,7 +209,7 @@ def _compared(losses: Losses, claim: Claim, place: Place) -> Compared | None:
         _bootstrap(losses, first, second, horizon),
         diebold_mariano(first, second, horizon=horizon) if enough else None,
         paired_seeds(means[:, 0], means[:, 1]) if len(shared) > 1 else None,
-        bool((signs == np.sign(windows.difference)).all()),
+        tuple((means[:, 0] - means[:, 1]).tolist()),
         count / horizon,
         tuple(reasons),
         at_equal_epochs(losses, place, claim.arms, shared),

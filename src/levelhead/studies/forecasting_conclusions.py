@@ -19,7 +19,7 @@ from levelhead.studies.forecasting_comparisons import (
     compared,
 )
 from levelhead.studies.forecasting_figures import figures
-from levelhead.studies.forecasting_outcomes import Losses, Place, named
+from levelhead.studies.forecasting_outcomes import Losses, Place, named, the_set
 from levelhead.studies.forecasting_tables import tables
 from levelhead.studies.study import Findings, Outcome, Statement
 
@@ -74,7 +74,10 @@ def _starts(losses: Losses) -> list[Statement]:
     if "from-line" not in losses.settings.arms:
         return []
     first = "Started from the line, the network forecasts as the line before its first step."
-    kept = "What is kept of it is never worse than the line on validation rows."
+    kept = (
+        "Started from the line, the weights that training keeps are never worse than the line on "
+        "validation rows."
+    )
     if not runs:
         missing = "Its cells are missing."
         return [
@@ -86,7 +89,7 @@ def _starts(losses: Losses) -> list[Statement]:
         for name in ("line_validation", "first_validation", "validation")
     )
     apart = float(np.max(np.abs(start - line) / line))
-    rise = float(np.max(end / line - 1))
+    rises = end / line - 1
     # A comparison with nan, of a training that diverged, is false.
     return [
         Statement(
@@ -98,9 +101,9 @@ def _starts(losses: Losses) -> list[Statement]:
         Statement(
             "never-worse",
             kept,
-            bool(rise <= _EQUAL),
-            f"Largest relative change of the validation error {100 * rise:+.2g} %, over "
-            f"{len(runs)} trainings.",
+            bool((rises <= _EQUAL).all()),
+            f"Validation error beside the line's, over {len(runs)} trainings: mean "
+            f"{100 * rises.mean():+.2g} %, in the worst of them {100 * rises.max():+.2g} %.",
         ),
     ]
 
@@ -136,14 +139,14 @@ def _answer(claim: Claim, name: str, claims: Sequence[Compared]) -> Statement:
     found = [c for c in claims if c.claim is claim and c.place[0] == name]
     label = f"{claim.name}-{name}"
     if not found:
-        says = f"On {name} {claim.says}."
+        says = f"On {the_set(name)} {claim.says}."
         return Statement(label, says, None, "Its cells are missing.", expected=False)
     judged = [c for c in found if c.judged]
     holding = sum(c.holds for c in judged)
     evidence = f"{_counts(claim, judged)}: {'; '.join(map(_numbers, found))}."
     return Statement(
         label,
-        f"On {name} {claim.says} ({_where([c.place[1] for c in found])}).",
+        f"On {the_set(name)} {claim.says} ({_where([c.place[1] for c in found])}).",
         2 * holding > len(judged) if judged else None,
         evidence[:1].upper() + evidence[1:],
         expected=False,
@@ -169,14 +172,16 @@ def _counts(claim: Claim, judged: Sequence[Compared]) -> str:
 
 
 def _numbers(c: Compared) -> str:
-    """Difference and interval first, then p, or why there is none."""
+    """Difference, then interval and p over test windows, or why there is no p; then the seeds."""
     over = c.windows
     size = f"H {c.place[1]} {over.difference:+.4f}"
     if over.judged:
-        size += f" [{over.low:+.4f}, {over.high:+.4f}]"
-    if c.judged and c.seeds is not None:
-        sign = "" if c.alike else " of both signs"
-        size += f", p {c.adjusted:.2g} after Holm, {c.seeds.count} seeds{sign}"
+        size += f", over test windows [{over.low:+.4f}, {over.high:+.4f}]"
+    if not c.reasons:
+        size += f" and p {c.adjusted:.2g} after Holm" if c.judged else ""
+        sign = "" if c.alike else ", of both signs"
+        least, most = min(c.by_seed), max(c.by_seed)
+        size += f", over {len(c.by_seed)} seeds {least:+.4f} to {most:+.4f}{sign}"
     else:
         size += f" ({', '.join(c.reasons)}: not judged)"
     return size + f" ({c.beside})" * bool(c.beside) + _part(c)
@@ -191,7 +196,7 @@ def _part(c: Compared) -> str:
         return f"; {said}"
     said += f" [{whole.low:+.4f}, {whole.high:+.4f}]"
     if not c.askable:
-        return f"; {said}, not clearly above zero"
+        return f"; {said}: with the slip SAM has no clear gain to explain, not judged"
     return f"; {said}" + ("" if c.share is None else f", {100 * c.share:.0f} % of it the slip's")
 
 
@@ -226,10 +231,13 @@ def _verdicts(claims: Sequence[Compared]) -> str:
         [f"{c.claim.name} ({named(c.place)})" for c in judged if getattr(c, which)]
         for which in ("holds", "contrary")
     )
-    said += f" (Holm, level {LEVEL:g}, all of at least two seeds of one sign): "
-    said += f"{len(holding)} borne out" + f" ({', '.join(holding)})" * bool(holding)
+    said += f": {len(holding)} borne out" + f" ({', '.join(holding)})" * bool(holding)
     said += f", the opposite of {len(contrary)}" + f" ({', '.join(contrary)})" * bool(contrary)
-    return said + "."
+    neither = len(judged) - len(holding) - len(contrary)
+    return (
+        f"{said}, {neither} neither way. For either, p over test windows after Holm must be at "
+        f"most {LEVEL:g}, and the difference of every seed must have the same sign."
+    )
 
 
 def _stopped(losses: Losses) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from levelhead.base.records import Figure
 from levelhead.studies.forecasting_comparisons import against
-from levelhead.studies.forecasting_outcomes import Losses, Place, named
+from levelhead.studies.forecasting_outcomes import Losses, Place, named, the_set
 from levelhead.studies.forecasting_tables import radii
 from levelhead.studies.toy_outcomes import mean_and_half
 
@@ -153,7 +153,8 @@ def _radii(losses: Losses) -> Made | None:
     if not np.isfinite(relative).any():
         return None
     best = ", ".join(
-        f"{name} {at[int(np.nanargmin(row))]:g}" for name, row in zip(names, values, strict=True)
+        f"ρ = {at[int(np.nanargmin(row))]:g} on {the_set(name)}"
+        for name, row in zip(names, values, strict=True)
     )
     figure = Figure(
         "radii",

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from levelhead.studies.forecasting_data import MADE
 from levelhead.studies.forecasting_models import ARMS
 from levelhead.studies.study import Outcome
 
-__all__ = ["Losses", "Place", "named"]
+__all__ = ["Losses", "Place", "named", "the_set"]
 
 FloatArray = NDArray[np.float64]
 Place = tuple[str, int]
@@ -24,10 +25,19 @@ Place = tuple[str, int]
 def named(place: Place) -> str:
     """A place in words.
 
-    >>> named(("ETTh1", 96))
-    'ETTh1 96'
+    >>> named(("ETTh1", 96)), named(("made", 6))
+    ('ETTh1 96', 'made series 6')
     """
-    return f"{place[0]} {place[1]}"
+    return f"{'made series' if place[0] == MADE else place[0]} {place[1]}"
+
+
+def the_set(name: str) -> str:
+    """A set in a sentence: its name, but for the series that no file holds.
+
+    >>> the_set("ETTh1"), the_set("made")
+    ('ETTh1', 'the made series')
+    """
+    return "the made series" if name == MADE else name
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,8 +55,8 @@ def _by_place(losses: Losses, measure: str, title: str) -> Table:
     return Table(
         measure,
         title,
-        "Standardised values, every test window counted, means over seeds. The smallest of each "
-        "column is marked. Arms with the slip, whose loss is another, are in the slip's table.",
+        "Standardised values, every test window counted, means over seeds. Arms with the slip, "
+        "whose loss is another, are in the slip's table.",
         arms,
         [named(place) for place in places],
         np.array(values, dtype=float).reshape(len(arms), len(places)),
@@ -143,7 +143,8 @@ def _claims(claims: Sequence[Compared]) -> Table:
         "blocks) and p by Student's t over means of blocks of 2H windows, p adjusted for all that "
         "is judged by Holm; beside it Diebold and Mariano's p. The block bootstrap's interval is "
         f"too narrow and only described. With fewer than {LEAST_BLOCKS} blocks there is no "
-        "interval. judged: 0 also for one seed and for trainings that a limit of epochs stopped.",
+        "interval. judged: 0 also for one seed, for trainings that a limit of epochs stopped and "
+        "for a part of a gain that is not there.",
         [f"{c.claim.name}, {named(c.place)}" for c in claims],
         _COLUMNS,
         np.array(values, dtype=float).reshape(-1, len(_COLUMNS)),

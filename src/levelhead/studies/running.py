@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from levelhead.base.errors import InputError, Interrupted, StoredFileError
-from levelhead.base.files import write_atomically, write_json
+from levelhead.base.files import read_json, write_atomically, write_json
 from levelhead.base.records import Run
 from levelhead.studies.engine import LOKY, CellFailed, Pool, execute, load_outcome, seconds
 from levelhead.studies.study import Cell, Findings, Outcome, Statement, Study, StudySettings
 
 __all__ = ["PRESETS", "StudyResult", "run_study", "study_settings"]
 
+_UNFINISHED = "This study is not finished: the same command with --resume goes on."
 PRESETS = ("quick", "standard", "full")
 
 
@@ -123,6 +125,7 @@ def run_study(
     settings = study_settings(study, preset, overrides, seeds)
     folder = Path(out)
     asked = _distinct(study, study.cells(settings))  # may say that data are missing
+    _refuse_other(study, folder)
     run = Run.create(
         folder,
         title=study.title,
@@ -131,6 +134,8 @@ def run_study(
         resume=resume,
     )
     with _alone(folder):
+        if not (folder / "statements.json").exists():
+            run.add_notes([_UNFINISHED])
         write_atomically(folder / "settings.toml", tomli_w.dumps(_toml(settings)).encode())
         cells: list[Cell] = []
         outcomes: dict[str, Outcome] = {}
@@ -148,7 +153,7 @@ def run_study(
                 )
             except KeyboardInterrupt as error:
                 raise Interrupted(
-                    f"what is finished is kept, go on with --resume --out {folder}",
+                    f"what is finished is kept, go on with --resume --out {quote(str(folder))}",
                     getattr(error, "signal", None),
                 ) from error
             cells += asked
@@ -156,6 +161,9 @@ def run_study(
             known = {cell.name for cell in cells}
             following = _distinct(study, study.follow(settings, outcomes))
             asked = [cell for cell in following if cell.name not in known]
+        if not outcomes:
+            reason = left_out[0] if left_out else "the settings ask for none"
+            raise InputError(f"not one run of the study could be made: {reason}")
         findings = study.conclude(settings, outcomes)
         run = _keep(folder, study, settings, cells, outcomes, findings, left_out)
     return StudyResult(run, tuple(findings.statements), tuple(findings.conclusion), tuple(left_out))
@@ -176,6 +184,14 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _refuse_other(study: Study[Any], folder: Path) -> None:
+    """Name the study whose run a folder holds, where that is another one."""
+    path = folder / "settings.json"
+    held = read_json(path).get("settings", {}).get("study") if path.is_file() else None
+    if held is not None and held != study.name:
+        raise InputError(f"{folder} holds a run of the study {held}: choose another --out")
 
 
 def _distinct(study: Study[Any], cells: Sequence[Cell]) -> list[Cell]:
@@ -238,10 +254,12 @@ def _toml(settings: StudySettings) -> dict[str, Any]:
 
 def settings_from_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Overrides from a settings.toml; raises StoredFileError if it cannot be read."""
+    if not os.path.isfile(path):
+        raise StoredFileError(f"{os.fspath(path)} is no file: name a settings.toml")
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StoredFileError(
             f"{os.fspath(path)} is no TOML file that can be read ({error})"
         ) from error

@@ -9,7 +9,8 @@ retrained  the data are moved and the layer is trained again, from a start moved
 restarted  the layer is trained again from another gauge of the same start: the same function at
            the first step, but not the same training.
 
-Changes are relative to the largest value; the spread between seeds is what they are held against.
+Changes are relative to a quantity's own size, in one way everywhere (`studies.stability_change`);
+the spread between seeds is what they are held against.
 Axes: tokens X [N, n, d], weights in row layout (`weights.attention_view`).
 """
 
@@ -27,6 +28,7 @@ from levelhead.base.records import Reading
 from levelhead.invariants.catalogue import catalogue
 from levelhead.invariants.entry import Invariant
 from levelhead.invariants.symmetry import relative_change, verify
+from levelhead.studies.stability_change import change
 from levelhead.studies.stability_conclusions import MODELS, MOVES, conclude
 from levelhead.studies.study import (
     Cell,
@@ -227,7 +229,7 @@ def _adjusted(settings: StabilitySettings, model: str, seed: int) -> list[Readin
     readings = []
     plain = _layer(weights, x)
     for place, kind in enumerate(MOVES):
-        changes = dict.fromkeys(before, 0.0)
+        changes: dict[str, float] = {}
         gap = 0.0
         for number in range(settings.draws):
             moved, turn = _moved(settings, weights, kind, _draw(seed, 3, place, number))
@@ -235,14 +237,13 @@ def _adjusted(settings: StabilitySettings, model: str, seed: int) -> list[Readin
             gap = max(gap, relative_change(plain, same))
             after = _values(_view(moved))
             for name, entry in entries.items():
-                change = relative_change(
-                    before[name], after[name], entry.span, exact=entry.kind == "integer"
-                )
-                changes[name] = max(changes[name], change)
+                moved_by = change(entry, before[name], after[name])
+                if moved_by is not None:
+                    changes[name] = max(changes.get(name, 0.0), moved_by)
         where: dict[str, str | int] = {"model": model, "move": kind, "seed": seed}
         readings.append(Reading("function", gap, where=where, source="stability"))
         readings += [
-            Reading("change", v, where={**where, "entry": n}, source="stability")
+            Reading("moved", v, where={**where, "entry": n}, source="stability")
             for n, v in changes.items()
         ]
     return readings + _declarations(settings, view, list(entries.values()), model, seed)
@@ -283,6 +284,7 @@ def _retrained(settings: StabilitySettings, kind: str, seed: int) -> list[Readin
     """Values after training, and after training on moved data from a start moved along."""
     start = _start(settings, seed)
     x, y = _data(settings, seed)
+    entries = catalogue()
     base = _values(_view(_train(settings, start, x, y, kind)))
     where: dict[str, str | int] = {"optimiser": kind, "seed": seed}
     readings = [
@@ -295,15 +297,13 @@ def _retrained(settings: StabilitySettings, kind: str, seed: int) -> list[Readin
     for place, move in enumerate(MOVES):
         moved, turn = _moved(settings, start, move, _draw(seed, 5, place))
         after = _values(_view(_train(settings, moved, x @ turn.mT, y, kind)))
-        readings += [
-            Reading(
-                "retrained",
-                relative_change(base[n], after[n]),
-                where={**where, "move": move, "entry": n},
-                source="stability",
-            )
-            for n in base
-        ]
+        for name, value in base.items():
+            moved_by = change(entries[name], value, after[name])
+            if moved_by is not None:
+                place_of = {**where, "move": move, "entry": name}
+                readings.append(
+                    Reading("moved-again", moved_by, where=place_of, source="stability")
+                )
     return readings
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from levelhead.base.records import Reading
 from levelhead.invariants.catalogue import catalogue
 from levelhead.invariants.entry import Verdict
+from levelhead.studies.stability_change import LEAST, STAYS, is_rounding
 from levelhead.studies.study import Findings, Outcome, Statement, Table
 from levelhead.weights.attention_view import AttentionView
 from levelhead.weights.symmetry_group import symmetry_group
@@ -21,9 +22,11 @@ __all__ = ["MODELS", "MOVES", "conclude"]
 MODELS = ("random", "trained", "collapsed")
 MOVES = ("orthogonal", "scaling", "affine", "gauge", "permutation")
 OPTIMISERS = ("sgd", "adam")
-STAYS = 1e-6
-"""A relative change below this is rounding."""
 
+_MEASURED = (
+    "The largest difference of its values over their largest size before or after; values below "
+    f"{LEAST:g} of the quantity's natural scale (1 nat, say), before and after, are not judged"
+)
 Floats = NDArray[np.float64]
 
 
@@ -32,13 +35,13 @@ def conclude(outcomes: Mapping[str, Outcome], plain: AttentionView) -> Findings:
     readings = [r for outcome in outcomes.values() for r in outcome.readings]
     entries = list(catalogue())
     seen = [n for n in entries if any(r.where.get("entry") == n for r in readings)]
-    changes = {m: _worst(readings, "change", seen, MOVES, model=m) for m in MODELS}
+    changes = {m: _worst(readings, "moved", seen, MOVES, model=m) for m in MODELS}
     tables = [_change_table(seen, changes)]
     again = {
-        kind: _middle(readings, "retrained", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
+        kind: _middle(readings, "moved-again", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
     }
     farthest = {
-        kind: _worst(readings, "retrained", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
+        kind: _worst(readings, "moved-again", seen, MOVES, optimiser=kind) for kind in OPTIMISERS
     }
     spread = {kind: _spread(readings, seen, kind) for kind in OPTIMISERS}
     tables += [_retrained_table(seen, again[kind], spread[kind], kind) for kind in OPTIMISERS]
@@ -106,7 +109,7 @@ def _table(
 
 
 def _spread(readings: Sequence[Reading], rows: Sequence[str], kind: str) -> Floats:
-    """Deviation over seeds of an entry's mean, relative to its size: [rows]."""
+    """Deviation over seeds of an entry's mean, relative to its largest size: [rows]."""
     held: dict[str, list[float]] = {}
     for reading in readings:
         if reading.name == "value" and reading.where.get("optimiser") == kind:
@@ -115,7 +118,8 @@ def _spread(readings: Sequence[Reading], rows: Sequence[str], kind: str) -> Floa
     for row in rows:
         values = np.array(held.get(row, []))
         size = np.abs(values).max() if values.size else 0.0
-        out.append(float(values.std(ddof=1) / size) if values.size > 1 and size > 0 else math.nan)
+        judged = values.size > 1 and size > 0 and not is_rounding(catalogue()[row], size)
+        out.append(float(values.std(ddof=1) / size) if judged else math.nan)
     return np.array(out)
 
 
@@ -124,7 +128,7 @@ def _change_table(seen: Sequence[str], changes: Mapping[str, Floats]) -> Table:
     return Table(
         "adjusted",
         "How far each quantity moves while the layer's function stays",
-        "Largest relative change over seeds and draws; below 1e-6 it stays.",
+        f"Largest relative change over seeds and draws; below {STAYS:g} it stays. {_MEASURED}.",
         list(seen),
         columns,
         np.concatenate([changes[m] for m in MODELS], axis=1),
@@ -136,7 +140,8 @@ def _retrained_table(seen: Sequence[str], again: Floats, spread: Floats, kind: s
     return Table(
         f"retrained-{kind}",
         f"How far each quantity moves when the layer is trained again ({kind})",
-        "Median relative change over seeds, beside the spread between seeds (deviation over size).",
+        "Median relative change over seeds, beside the spread between seeds (deviation of the mean "
+        f"value over its largest size). {_MEASURED}.",
         list(seen),
         [*MOVES, "spread of seeds"],
         np.column_stack([again, spread]),
@@ -216,8 +221,8 @@ def _retrained_statements(
 
 
 def _of(seen: Sequence[str], places: Sequence[int], changes: Floats) -> dict[str, float]:
-    """Changes of the quantities at `places` by name, without those that were not looked at."""
-    return {seen[i]: float(changes[i]) for i in places if not math.isnan(changes[i])}
+    """Changes of the quantities at `places` by name; nan for those that are not judged."""
+    return {seen[i]: float(changes[i]) for i in places}
 
 
 def _stays(
@@ -229,15 +234,34 @@ def _stays(
     expected: bool = False,
 ) -> Statement:
     """Whether all quantities stay, by the largest change over seeds of each."""
-    if not changes:
+    judged = {entry: moved for entry, moved in changes.items() if not math.isnan(moved)}
+    if not judged:
         return Statement(name, claim, None, "No cell is there.", expected)
-    kept = sum(change < STAYS for change in changes.values())
-    most = max(changes, key=lambda entry: changes[entry])
+    most = max(judged, key=lambda entry: judged[entry])
+    between = [moved for entry, moved in judged.items() if not _whole(entry)] or [*judged.values()]
     evidence = (
-        f"{kept} of {len(changes)} quantities stay; largest change over seeds {changes[most]:.2g} "
-        f"({most}), median over quantities {np.median(list(changes.values())):.2g}{beside}."
+        f"{_kept(changes)}; largest change over seeds {judged[most]:.2g} ({most}), median over "
+        f"quantities {np.median(between):.2g}{beside}."
     )
-    return Statement(name, claim, kept == len(changes), evidence, expected)
+    kept = all(moved < STAYS for moved in judged.values())
+    return Statement(name, claim, kept, evidence, expected)
+
+
+def _whole(entry: str) -> bool:
+    """Whether it is a whole number, a rank or a count, which small changes cannot move."""
+    return catalogue()[entry].kind == "integer"
+
+
+def _kept(changes: Mapping[str, float], how: str = "") -> str:
+    """How many quantities stay; apart from them whole numbers, and those that are not judged."""
+    judged = {entry: moved for entry, moved in changes.items() if not math.isnan(moved)}
+    whole = [moved < STAYS for entry, moved in judged.items() if _whole(entry)]
+    between = [moved < STAYS for entry, moved in judged.items() if not _whole(entry)]
+    said = f"{sum(between)} of {len(between)} quantities stay{how}"
+    if whole:
+        said += f", beside {sum(whole)} of {len(whole)} whole numbers (ranks and counts)"
+    left = [entry for entry in changes if entry not in judged]
+    return said + (f" (too small to be judged: {', '.join(left)})" if left else "")
 
 
 def _sentences(seen: Sequence[str], changes: Mapping[str, Floats], missing: str) -> list[str]:
@@ -248,15 +272,15 @@ def _sentences(seen: Sequence[str], changes: Mapping[str, Floats], missing: str)
         return []
     said = [f"Not looked at with adjusted weights: {missing}."] if missing else []
     for place, move in enumerate(MOVES):
-        known = worst[~np.isnan(worst[:, place]), place]
-        stays = int((known < STAYS).sum())
-        said.append(f"{move}: {stays} of {len(known)} quantities stay with adjusted weights.")
+        column = dict(zip(seen, worst[:, place].tolist(), strict=True))
+        said.append(f"{move}: {_kept(column, ' with adjusted weights')}.")
     gauge = MOVES.index("gauge")
-    raw = np.array([worst[i, gauge] for i, n in enumerate(seen) if n.startswith("raw_")])
+    rows = [i for i, n in enumerate(seen) if n.startswith("raw_") and not _whole(n)]
+    raw = worst[rows, gauge]
     raw = raw[~np.isnan(raw)]
     if raw.size:
         said.append(
-            f"{int((raw >= STAYS).sum())} of {len(raw)} quantities of the raw head tensor move "
-            f"under gauges, by up to {raw.max():.2g}."
+            f"{int((raw >= STAYS).sum())} of {len(raw)} quantities of the raw head tensor, without "
+            f"ranks and counts, move under gauges, by up to {raw.max():.2g}."
         )
     return said

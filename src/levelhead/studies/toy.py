@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from safetensors import safe_open
 from torch import Tensor
 
@@ -75,8 +76,8 @@ class ToySettings(StudySettings):
     batch: int = Field(default=32, ge=1)
     rate: float = Field(default=1e-3, gt=0)
     rho: float = Field(default=0.7, ge=0)
-    inits: tuple[Literal["keras", "glorot"], ...] = ("keras", "glorot")
-    arms: tuple[str, ...] = tuple(ARMS)
+    inits: tuple[Literal["keras", "glorot"], ...] = Field(default=("keras", "glorot"), min_length=1)
+    arms: tuple[str, ...] = Field(default=tuple(ARMS), min_length=1)
     other_seeds: int = Field(default=3, ge=1)
     side_seeds: int = Field(default=1, ge=1)
     curvature_every: int = Field(default=10, ge=1)
@@ -86,6 +87,22 @@ class ToySettings(StudySettings):
     optimiser_epochs: int = Field(default=40, ge=1)
     optimiser_arms: tuple[str, ...] = ("transformer",)
     floor: float = Field(default=1.0, ge=0)
+
+    @field_validator("arms", "optimiser_arms")
+    @classmethod
+    def _known_arms(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in ARMS:
+                raise ValueError(f"{name!r} is not one of {', '.join(ARMS)}")
+        return names
+
+    @field_validator("optimisers")
+    @classmethod
+    def _known_optimisers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"adam|sgd|adamw-\d+(\.\d+)?", name):
+                raise ValueError(f"{name!r} is not adam, sgd, or adamw with its decay: adamw-0.1")
+        return names
 
 
 SLICED = ("transformer", "random", "sam")

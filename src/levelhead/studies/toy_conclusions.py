@@ -36,8 +36,11 @@ _MEASURES = (
     "vo_norm",
     "path_norm",
     "lambda_max",
+    "lambda_max_trained",
     "sam_sharpness",
 )
+# What is said of attention means nothing where nothing is attended.
+_ATTENDING = ("own", "entropy", "rank", "nuclear", "loss_identity", "loss_uniform", "qk_norm")
 
 
 def conclude(settings: Any, outcomes: Mapping[str, Outcome]) -> Findings:
@@ -68,12 +71,19 @@ def _final_table(found: ToyOutcomes, init: str) -> Table:
         values[row, 0] = len(losses)
         values[row, 1:3] = mean_and_half(excess)
         for column, name in enumerate(_MEASURES, 3):
-            numbers = list(found.final(arm, init, name).values())
+            silent = ARMS[arm].silent and name in _ATTENDING
+            numbers = [] if silent else list(found.final(arm, init, name).values())
             values[row, column] = float(np.mean(numbers)) if numbers else math.nan
     return Table(
         f"final-{init}",
         f"After training, {init} limits",
-        "Means over seeds of the last epoch; excess is above the least-squares oracle.",
+        "Means over seeds of the last epoch. excess: loss above the least-squares oracle; "
+        "loss_identity, loss_uniform: with A replaced by I or by the mean of all channels after "
+        "training; own: weight of a channel on itself; leak, attended: mean squares of the parts "
+        "(A − I) X W_V W_O W and A X W_V W_O W of the forecast; qk_norm, vo_norm, path_norm: "
+        "spectral norms of W_Q W_Kᵀ, W_V W_O, W_V W_O W; lambda_max: of all weights at the "
+        "balanced gauge, lambda_max_trained: of those that are trained; sam_sharpness: rise of the "
+        "loss along the gradient.",
         arms,
         columns,
         values,
@@ -154,7 +164,9 @@ def _proposition_table(found: ToyOutcomes) -> Table:
     return Table(
         "propositions",
         "Numbers behind the propositions",
-        "Mean, least and largest over seeds.",
+        "Mean, least and largest over seeds. prop21: ranks, residuals of the best W for one, few, "
+        "more and all windows; prop22: nuclear norms over their bounds; thm31: entropies and their "
+        "bounds in nat; sam_first_order: relative gap to the true maximum, by radius.",
         names,
         ["mean", "least", "largest"],
         values.reshape(-1, 3),

@@ -57,7 +57,8 @@ def _add_slices(found: ToyOutcomes, arrays: dict[str, NDArray[Any]], figures: li
             "slices",
             "lines",
             "Loss along the leading eigenvectors of the Hessian",
-            f"At the last weights, seed 0. Leading eigenvalues: {', '.join(sizes)}.",
+            "At the last weights, seed 0, in the gauge of training. Leading eigenvalues: "
+            f"{', '.join(sizes)}.",
             {"x": "slices.x", "y": "slices.y"},
             axes={"x": "distance", "y": "training loss", "y_scale": "log"},
             labels={"series": names},
@@ -143,7 +144,9 @@ def _add_maps(found: ToyOutcomes, arrays: dict[str, NDArray[Any]], figures: list
         size = maps.shape[-1]
         gap = np.full((size, 1), np.nan)
         pieces = [p for i in chosen for p in (maps[i], gap)][:-1]
-        columns = [f"{epochs[i]}:{c}" for i in chosen for c in [*map(str, range(size)), ""]][:-1]
+        columns = [
+            label for i in chosen for label in [*(f"{epochs[i]}:{c}" for c in range(size)), ""]
+        ][:-1]
         arrays[f"maps-{arm}"] = np.concatenate(pieces, axis=1)
         own = float(np.mean(np.diagonal(maps[chosen[-1]])))
         figures.append(

@@ -140,7 +140,7 @@ def account(found: ToyOutcomes) -> str:
     if not ran:
         return ""
     moves = "; ".join(f"{arm} {one}" for arm, one in ran.items())
-    told = f"Against the transformer interventions move validation loss (p after Holm): {moves}."
+    told = f"Validation loss of interventions minus the transformer's, p after Holm: {moves}."
     none, floor = ran.get("entropy-none"), ran.get("entropy-floor")
     if none is None or floor is None or none.found is None or floor.found is None:
         return f"{told} Whether entropy collapse explains the failure is not judged."

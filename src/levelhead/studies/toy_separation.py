@@ -83,9 +83,13 @@ class Separation:
             f"Over {len(self.arms)} arms the excess is ordered best by {first} (rank correlation "
             f"{self.found[first]:.2f} [{low:.2f}, {high:.2f}])"
         )
+        named = {first}
         if not self.clear():
+            named.add(second)
             told += f", which is not told apart from {second} ({self.found[second]:.2f})"
-        others = [n for n in ("entropy", "lambda_max", "rank") if n in self.found and n != first]
+        others = [
+            n for n in ("entropy", "lambda_max", "rank") if n in self.found and n not in named
+        ]
         rest = ", ".join(f"{n} {self.found[n]:.2f}" for n in others)
         return f"{told}; {rest}." if rest else f"{told}."
 

@@ -62,7 +62,8 @@ def _difference_statement(
     else:
         holds = bool(mean - half > 0)
     interval = f"[{mean - half:.4g}, {mean + half:.4g}]" if len(differences) > 1 else "one seed"
-    return Statement(name, claim, holds, f"Difference {mean:.4g}, {interval}.", expected)
+    told = f"Loss of the second minus that of the first: {mean:.4g}, {interval}."
+    return Statement(name, claim, holds, told, expected)
 
 
 def _accounts(found: ToyOutcomes) -> list[Statement]:
@@ -115,9 +116,10 @@ def _sigma_rank(found: ToyOutcomes, init: str) -> list[Statement]:
         Statement(
             "sigma-rank",
             "σReparam lowers the effective rank of attention.",
-            bool(mean + (half if math.isfinite(half) else 0.0) < 0),
+            bool(mean + half < 0) if math.isfinite(half) else None,
             f"It ends at {rank[0]:.3g} of {found.settings.channels}, without it at {rank[1]:.3g}; "
-            f"nuclear norms {nuclear[0]:.3g} and {nuclear[1]:.3g}.",
+            f"nuclear norms {nuclear[0]:.3g} and {nuclear[1]:.3g}"
+            + ("." if math.isfinite(half) else "; one seed tells no difference."),
             expected=False,
         )
     ]
@@ -132,18 +134,23 @@ def _entropy_separates(found: ToyOutcomes, init: str) -> list[Statement]:
     (low, low_half), (high, high_half) = (
         mean_and_half(np.array(list(values.values())) / limit) for values in ends.values()
     )
-    low_half, high_half = (h if math.isfinite(h) else 0.0 for h in (low_half, high_half))
+    few = not math.isfinite(low_half + high_half)
+    low_half, high_half = (0.0, 0.0) if few else (low_half, high_half)
     return [
         Statement(
             "entropy-separates",
             "Entropy separates the failing arm from SAM: it ends below a tenth of the largest "
             "possible without SAM, above half of it with SAM.",
             bool(low + low_half < 0.1 and high - high_half > 0.5),
-            f"Shares of log {found.settings.channels}: {low:.3f} ± {low_half:.3f} without SAM, "
-            f"{high:.3f} ± {high_half:.3f} with it.",
+            f"Shares of log {found.settings.channels}: {_give(low, low_half)} without SAM, "
+            f"{_give(high, high_half)} with it{', one seed' if few else ''}.",
             expected=False,
         )
     ]
+
+
+def _give(value: float, half: float) -> str:
+    return f"{value:.3f} ± {half:.3f}" if half else f"{value:.3f}"
 
 
 def _frozen_flat(found: ToyOutcomes, init: str) -> list[Statement]:
@@ -156,15 +163,16 @@ def _frozen_flat(found: ToyOutcomes, init: str) -> list[Statement]:
     mean, half = told["lambda_max_trained"]
     if math.isnan(mean):
         return []
-    half = half if math.isfinite(half) else 0.0
+    one = not math.isfinite(half)
+    half = 0.0 if one else half
+    interval = "(one seed)" if one else f"[{10 ** (mean - half):.3g}, {10 ** (mean + half):.3g}]"
     return [
         Statement(
             "frozen-flat",
             "λ_max with frozen attention is orders of magnitude (100 times) lower.",
             bool(mean - half >= 2),
             f"Of the weights that are trained it is lower by a factor of {10**mean:.3g} "
-            f"[{10 ** (mean - half):.3g}, {10 ** (mean + half):.3g}], of all weights by "
-            f"{10 ** told['lambda_max'][0]:.3g}.",
+            f"{interval}, of all weights by {10 ** told['lambda_max'][0]:.3g}.",
             expected=False,
         )
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from levelhead.base.errors import InputError
 from levelhead.studies.engine import Pool, execute, load_outcome
 from levelhead.studies.study import Cell, StudySettings
 from unit.studies.study_work import doubled
@@ -46,3 +47,15 @@ def test_a_killed_worker_costs_only_what_was_in_flight(pool: Pool, tmp_path: Pat
     starts = [len((tmp_path / f"starts-{n}").read_text()) for n in range(6)]
     assert starts[2] == 2
     assert sum(starts) <= 6 + 2
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+def test_an_address_where_nothing_answers_is_one_sentence(name: str) -> None:
+    made: Any
+    if name == "dask":
+        made = pytest.importorskip("levelhead.adapters.dask").DaskPool("nonsense")
+    else:
+        made = pytest.importorskip("levelhead.adapters.ray").RayPool("nonsense")
+    said = f"no {name.capitalize()} cluster answers at 'nonsense'"
+    with pytest.raises(InputError, match=said), made.start(1, 1):
+        pass

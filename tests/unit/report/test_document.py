@@ -128,7 +128,7 @@ def test_errors_are_one_sentence(tmp_path):
     with pytest.raises(StoredFileError, match="is not a run folder"):
         write_report(tmp_path)
     run = Run.create(tmp_path / "run", title="t", command=None, settings={})
-    with pytest.raises(InputError, match="is a folder"):
+    with pytest.raises(InputError, match=r"ends in \.html is expected"):
         write_report(run, tmp_path)
     with pytest.raises(LevelheadError, match="could not be written"):
         write_report(run, tmp_path / "none" / "x.html")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from joblib import parallel_config
 
 from levelhead.studies.engine import execute, load_outcome, run_cell
 from levelhead.studies.study import Cell, StudySettings
@@ -106,6 +110,27 @@ def test_a_cell_that_kills_its_worker_at_once_costs_no_other_its_place(tmp_path:
     assert [failure.cell for failure in failures] == ["cell-0"]
     assert all(load_outcome(tmp_path, cell) is not None for cell in asked[1:])
     assert starts(tmp_path, 0) == 4  # twice beside others, twice alone
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A pool that counts how often it is started, and runs here."""
+
+    started: list[int]
+    name: str = "elsewhere"
+    broken: tuple[type[BaseException], ...] = (BrokenProcessPool,)
+
+    @contextmanager
+    def start(self, jobs: int, threads: int) -> Iterator[None]:
+        self.started.append(jobs)
+        with parallel_config(backend="sequential"):
+            yield
+
+
+def test_one_job_too_runs_on_the_cluster_that_was_chosen(tmp_path: Path) -> None:
+    pool = Elsewhere([])
+    assert execute(doubled, SETTINGS, cells(tmp_path, 2), tmp_path, jobs=1, pool=pool) == []
+    assert pool.started == [1]
 
 
 def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from pydantic import Field
 
-from levelhead.base.errors import InputError
+from levelhead.base.errors import InputError, StoredFileError
 from levelhead.base.records import Run
 from levelhead.report.document import write_report
 from levelhead.studies.catalogue import STUDIES, find_study
@@ -176,6 +176,74 @@ def test_a_changed_conclusion_takes_the_place_of_the_old_one(tmp_path: Path) -> 
     # Back again, nothing of the newer one stays.
     run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
     assert sorted(tables(out)) == ["doubles.csv"]
+
+
+def test_a_folder_with_another_study_is_named(tmp_path: Path) -> None:
+    told = {"folder": str(tmp_path)}
+    run_study(STUDY, tmp_path / "out", overrides=told, show_progress=False)
+    with pytest.raises(InputError, match="holds a run of the study doubling: choose another --out"):
+        run_study(replace(STUDY, name="products"), tmp_path / "out", overrides=told, resume=True)
+
+
+def test_an_unfinished_study_says_so_in_its_report(tmp_path: Path) -> None:
+    told, out = {"folder": str(tmp_path)}, tmp_path / "out"
+
+    def stops(settings: Sizes, outcomes: Mapping[str, Outcome]) -> Findings:
+        raise RuntimeError("here")
+
+    with pytest.raises(RuntimeError, match="here"):
+        run_study(replace(STUDY, conclude=stops), out, overrides=told, show_progress=False)
+    said = "This study is not finished: the same command with --resume goes on."
+    assert said in write_report(out).read_text(encoding="utf-8")
+    run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
+    assert said not in write_report(out).read_text(encoding="utf-8")
+
+
+def test_a_study_of_which_no_cell_could_run_is_an_error(tmp_path: Path) -> None:
+    told = {"folder": str(tmp_path), "numbers": "1", "diverges": 1}
+    with pytest.raises(InputError, match=r"not one run of the study could be made: .*the loss bec"):
+        run_study(STUDY, tmp_path / "out", overrides=told, show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "said"),
+    [
+        ("toy", {"arms": "nonsense"}, "'nonsense' is not one of transformer"),
+        ("toy", {"arms": ""}, "at least 1 item"),
+        ("toy", {"optimisers": "adamw"}, "adamw with its decay"),
+        ("collapse", {"tasks": ""}, "at least 1 item"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(
+    name: str, setting: dict[str, str], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        study_settings(find_study(name), "quick", setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"tasks": "own"}, "own needs a TSV or an image folder"),
+        ({"data": "nowhere"}, r"--set data=PATH \('nowhere' was given\)"),
+        ({"text": "nowhere"}, r"--set text=DIR \('nowhere' holds none of them, or not all\)"),
+    ],
+)
+def test_data_that_cannot_be_read_stop_the_collapse_study_at_once(
+    setting: dict[str, str], said: str
+) -> None:
+    study = find_study("collapse")
+    with pytest.raises(InputError, match=said):
+        study.cells(study_settings(study, "quick", setting))
+
+
+def test_a_settings_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    with pytest.raises(StoredFileError, match="is no file"):
+        settings_from_toml(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StoredFileError, match="is no TOML file that can be read"):
+        settings_from_toml(path)
 
 
 def test_two_studies_do_not_run_in_one_folder_at_once(tmp_path: Path) -> None:

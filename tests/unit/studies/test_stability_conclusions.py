@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -25,7 +26,7 @@ def adjusted(model: str, seed: int, *, wrong: float = 0.0, gap: float = 1e-15) -
         for entry in ENTRIES:
             moves = entry.startswith("raw") and move == "gauge"
             place = {**where, "move": move, "entry": entry}
-            readings.append(Reading("change", 0.5 if moves else 1e-14, where=place))
+            readings.append(Reading("moved", 0.5 if moves else 1e-14, where=place))
     return Outcome(readings)
 
 
@@ -37,7 +38,7 @@ def retrained(optimiser: str, seed: int, changes: Changes | None = None) -> Outc
         for entry in ENTRIES:
             change = (changes or {}).get((entry, move, seed), 1e-13)
             place = {**where, "move": move, "entry": entry}
-            readings.append(Reading("retrained", change, where=place))
+            readings.append(Reading("moved-again", change, where=place))
     return Outcome(readings)
 
 
@@ -60,30 +61,92 @@ def answer(outcomes: Mapping[str, Outcome], name: str) -> Statement:
 def test_what_stays_everywhere_is_said_to_stay() -> None:
     said = {s.name: s.holds for s in found(cells()).statements}
     assert set(said.values()) == {True}
-    assert "gauge: 2 of 3 quantities stay with adjusted weights." in found(cells()).conclusion
+    said = found(cells()).conclusion
     assert (
-        "1 of 1 quantities of the raw head tensor move under gauges, by up to 0.5."
-        in found(cells()).conclusion
+        "gauge: 1 of 2 quantities stay with adjusted weights, beside 1 of 1 whole numbers (ranks "
+        "and counts)."
+    ) in said
+    assert (
+        "1 of 1 quantities of the raw head tensor, without ranks and counts, move under gauges, by "
+        "up to 0.5."
+    ) in said
+
+
+def test_whole_numbers_are_counted_apart_and_do_not_make_the_median() -> None:
+    turned = {(entry, "orthogonal", 1): 0.25 for entry in ("qk_spectrum", "raw_head_spectrum")}
+    said = answer(cells(adam=turned), "adam-equivariant").evidence
+    assert said.startswith(
+        "0 of 2 quantities stay, beside 1 of 1 whole numbers (ranks and counts); largest change "
+        "over seeds 0.25 (qk_spectrum), median over quantities 0.25;"
     )
+    ranks = answer(cells(adam={("qk_rank", "orthogonal", 1): 0.5}), "adam-equivariant")
+    assert ranks.holds is False
+    assert "2 of 2 quantities stay, beside 0 of 1 whole numbers" in ranks.evidence
+
+
+def test_what_is_too_small_is_named_and_neither_stays_nor_moves() -> None:
+    small = {
+        name: Outcome(
+            [
+                r
+                for r in outcome.readings
+                if (r.where.get("entry"), r.where.get("move")) != ("qk_spectrum", "orthogonal")
+            ]
+        )
+        for name, outcome in cells().items()
+    }
+    said = answer(small, "sgd-equivariant")
+    assert said.holds is True
+    assert said.evidence.startswith(
+        "1 of 1 quantities stay, beside 1 of 1 whole numbers (ranks and counts) (too small to be "
+        "judged: qk_spectrum); "
+    )
+    assert (
+        "orthogonal: 1 of 1 quantities stay with adjusted weights, beside 1 of 1 whole numbers "
+        "(ranks and counts) (too small to be judged: qk_spectrum)."
+    ) in found(small).conclusion
+
+
+def test_every_table_says_how_changes_are_measured() -> None:
+    says = {table.name: table.says for table in found(cells()).tables}
+    assert set(says) == {"adjusted", "retrained-sgd", "retrained-adam"}
+    for sentence in says.values():
+        assert "difference of its values over their largest size before or after" in sentence
+        assert "are not judged" in sentence
+
+
+def test_a_bound_of_no_nat_has_no_spread() -> None:
+    made = cells()
+    for seed, value in zip(SEEDS, (1e-29, 3e-29, 5e-29), strict=True):
+        where = {"optimiser": "sgd", "seed": seed, "entry": "entropy_bound"}
+        old = made[f"retrained-sgd-{seed}"]
+        made[f"retrained-sgd-{seed}"] = Outcome(
+            [*old.readings, Reading("value", value, where=where)]
+        )
+    [table] = [t for t in found(made).tables if t.name == "retrained-sgd"]
+    spread = dict(zip(table.rows, table.values[:, -1].tolist(), strict=True))
+    assert math.isnan(spread["entropy_bound"])
+    assert spread["qk_spectrum"] == pytest.approx(1 / 3)  # of 1, 2 and 3
 
 
 @pytest.mark.parametrize(
-    ("name", "optimiser", "move", "count"),
+    ("name", "optimiser", "move", "kept"),
     [
-        ("sgd-equivariant", "sgd", "orthogonal", 3),
-        ("adam-equivariant", "adam", "orthogonal", 3),
-        ("gauge-blind-training", "sgd", "gauge", 2),
+        ("sgd-equivariant", "sgd", "orthogonal", "1 of 2"),
+        ("adam-equivariant", "adam", "orthogonal", "1 of 2"),
+        ("gauge-blind-training", "sgd", "gauge", "0 of 1"),
     ],
 )
 def test_one_quantity_of_one_seed_is_enough_to_fail(
-    name: str, optimiser: str, move: str, count: int
+    name: str, optimiser: str, move: str, kept: str
 ) -> None:
     # Medians over seeds, and over quantities, would not see it.
     moved = cells(**{optimiser: {("qk_spectrum", move, 1): 0.25}})
     said = answer(moved, name)
     assert said.holds is False
     assert said.evidence.startswith(
-        f"{count - 1} of {count} quantities stay; largest change over seeds 0.25 (qk_spectrum), "
+        f"{kept} quantities stay, beside 1 of 1 whole numbers (ranks and counts); largest change "
+        "over seeds 0.25 (qk_spectrum), "
     )
     assert [s.name for s in found(moved).statements if not s.holds] == [name]
 
