@@ -22,7 +22,8 @@ __all__ = ["MODELS", "MOVES", "conclude"]
 MODELS = ("random", "trained", "collapsed")
 MOVES = ("orthogonal", "scaling", "affine", "gauge", "permutation")
 OPTIMISERS = ("sgd", "adam")
-
+_OLDER = ("change", "retrained")
+"""Readings of changes by earlier definitions."""
 _MEASURED = (
     "The largest difference of its values over their largest size before or after; values below "
     f"{LEAST:g} of the quantity's natural scale (1 nat, say), before and after, are not judged"
@@ -51,8 +52,19 @@ def conclude(outcomes: Mapping[str, Outcome], plain: AttentionView) -> Findings:
         _declared_statement(readings, missing),
         *_retrained_statements(seen, farthest, spread["sgd"], plain),
     ]
-    said = _sentences(seen, changes, missing)
-    return Findings([t for t in tables if t.values.size], statements=statements, conclusion=said)
+    said = [*_older(readings), *_sentences(seen, changes, missing)]
+    told = [t for t in tables if np.isfinite(t.values).any()]
+    return Findings(told, statements=statements, conclusion=said)
+
+
+def _older(readings: Sequence[Reading]) -> list[str]:
+    """A sentence for cells whose changes were measured in another way, and are left out."""
+    if not any(r.name in _OLDER for r in readings):
+        return []
+    return [
+        "Cells of an earlier version are here, which measured changes in more than one way: they "
+        "are left out, and a run in a new folder measures them again."
+    ]
 
 
 def _missing(readings: Sequence[Reading]) -> str:
@@ -259,7 +271,7 @@ def _kept(changes: Mapping[str, float], how: str = "") -> str:
     between = [moved < STAYS for entry, moved in judged.items() if not _whole(entry)]
     said = f"{sum(between)} of {len(between)} quantities stay{how}"
     if whole:
-        said += f", beside {sum(whole)} of {len(whole)} whole numbers (ranks and counts)"
+        said += f", beside {sum(whole)} of {len(whole)} whole-valued ranks and counts"
     left = [entry for entry in changes if entry not in judged]
     return said + (f" (too small to be judged: {', '.join(left)})" if left else "")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from levelhead.invariants.catalogue import catalogue
+from levelhead.invariants.entry import Invariant
 from levelhead.studies.stability_change import LEAST, change, is_rounding
 
 BOUND = catalogue()["entropy_bound"]  # its natural scale is 1 nat
@@ -33,9 +34,9 @@ def numbers(*values: float) -> torch.Tensor:
 )
 @pytest.mark.parametrize("entry", [BOUND, NORM])
 def test_a_change_is_relative_to_the_size_of_the_quantity(
-    entry: object, before: tuple[float, ...], after: tuple[float, ...], expected: float
+    entry: Invariant, before: tuple[float, ...], after: tuple[float, ...], expected: float
 ) -> None:
-    found = change(entry, numbers(*before), numbers(*after))  # type: ignore[arg-type]
+    found = change(entry, numbers(*before), numbers(*after))
     assert found == pytest.approx(expected, rel=1e-10)
 
 

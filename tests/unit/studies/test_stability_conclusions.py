@@ -63,8 +63,8 @@ def test_what_stays_everywhere_is_said_to_stay() -> None:
     assert set(said.values()) == {True}
     said = found(cells()).conclusion
     assert (
-        "gauge: 1 of 2 quantities stay with adjusted weights, beside 1 of 1 whole numbers (ranks "
-        "and counts)."
+        "gauge: 1 of 2 quantities stay with adjusted weights, beside 1 of 1 whole-valued ranks "
+        "and counts."
     ) in said
     assert (
         "1 of 1 quantities of the raw head tensor, without ranks and counts, move under gauges, by "
@@ -76,12 +76,12 @@ def test_whole_numbers_are_counted_apart_and_do_not_make_the_median() -> None:
     turned = {(entry, "orthogonal", 1): 0.25 for entry in ("qk_spectrum", "raw_head_spectrum")}
     said = answer(cells(adam=turned), "adam-equivariant").evidence
     assert said.startswith(
-        "0 of 2 quantities stay, beside 1 of 1 whole numbers (ranks and counts); largest change "
+        "0 of 2 quantities stay, beside 1 of 1 whole-valued ranks and counts; largest change "
         "over seeds 0.25 (qk_spectrum), median over quantities 0.25;"
     )
     ranks = answer(cells(adam={("qk_rank", "orthogonal", 1): 0.5}), "adam-equivariant")
     assert ranks.holds is False
-    assert "2 of 2 quantities stay, beside 0 of 1 whole numbers" in ranks.evidence
+    assert "2 of 2 quantities stay, beside 0 of 1 whole-valued ranks" in ranks.evidence
 
 
 def test_what_is_too_small_is_named_and_neither_stays_nor_moves() -> None:
@@ -98,12 +98,12 @@ def test_what_is_too_small_is_named_and_neither_stays_nor_moves() -> None:
     said = answer(small, "sgd-equivariant")
     assert said.holds is True
     assert said.evidence.startswith(
-        "1 of 1 quantities stay, beside 1 of 1 whole numbers (ranks and counts) (too small to be "
+        "1 of 1 quantities stay, beside 1 of 1 whole-valued ranks and counts (too small to be "
         "judged: qk_spectrum); "
     )
     assert (
-        "orthogonal: 1 of 1 quantities stay with adjusted weights, beside 1 of 1 whole numbers "
-        "(ranks and counts) (too small to be judged: qk_spectrum)."
+        "orthogonal: 1 of 1 quantities stay with adjusted weights, beside 1 of 1 whole-valued "
+        "ranks and counts (too small to be judged: qk_spectrum)."
     ) in found(small).conclusion
 
 
@@ -113,6 +113,20 @@ def test_every_table_says_how_changes_are_measured() -> None:
     for sentence in says.values():
         assert "difference of its values over their largest size before or after" in sentence
         assert "are not judged" in sentence
+
+
+def test_changes_by_an_earlier_definition_are_left_out_and_it_is_said() -> None:
+    older = {"moved": "change", "moved-again": "retrained"}
+    made = {
+        name: Outcome(
+            [Reading(older.get(r.name, r.name), r.value, where=r.where) for r in outcome.readings]
+        )
+        for name, outcome in cells().items()
+    }
+    assert answer(made, "sgd-equivariant").holds is None
+    assert [s for s in found(made).conclusion if "earlier version" in s]
+    assert not [t for t in found(made).tables if t.name == "adjusted"]
+    assert not [s for s in found(cells()).conclusion if "earlier version" in s]
 
 
 def test_a_bound_of_no_nat_has_no_spread() -> None:
@@ -145,7 +159,7 @@ def test_one_quantity_of_one_seed_is_enough_to_fail(
     said = answer(moved, name)
     assert said.holds is False
     assert said.evidence.startswith(
-        f"{kept} quantities stay, beside 1 of 1 whole numbers (ranks and counts); largest change "
+        f"{kept} quantities stay, beside 1 of 1 whole-valued ranks and counts; largest change "
         "over seeds 0.25 (qk_spectrum), "
     )
     assert [s.name for s in found(moved).statements if not s.holds] == [name]
