@@ -67,6 +67,8 @@ def study(
         show([{"study": s.name, "question": s.question} for s in STUDIES.values()], as_json)
         return
     chosen = find_study(name)
+    if engine != "loky" and jobs == 1:
+        raise InputError("--jobs 1 runs everything here: leave it away, or give --engine loky")
     stored = {} if settings is None else settings_from_toml(settings)
     result = run_study(
         chosen,

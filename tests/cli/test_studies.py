@@ -45,6 +45,7 @@ def test_without_a_name_the_studies_are_listed() -> None:
         (["toy", "--set", "epochs"], "--set epochs was given: write a setting and its value"),
         (["toy", "--set", "epoch=3"], "the study toy has no setting 'epoch'"),
         (["toy", "--set", "epochs=0"], "the setting epochs = '0' does not fit"),
+        (["toy", "--engine", "ray", "--jobs", "1"], "--jobs 1 runs everything here"),
         (["--quick"], "which study? Name one of toy,"),
         (["toy", "--address", "tcp://x:1"], "--address is of a Dask or Ray cluster"),
         (["toy", "--settings", "none.toml"], "none.toml is no file: name a settings.toml"),

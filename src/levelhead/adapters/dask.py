@@ -20,6 +20,16 @@ from levelhead.base.errors import InputError
 __all__ = ["DaskPool"]
 
 
+def _refuse_threads(client: Any) -> None:
+    """Cells set threads and draw from torch's own state: two of them need two processes."""
+    workers = client.scheduler_info()["workers"].values()
+    if any(worker["nthreads"] > 1 for worker in workers):
+        raise InputError(
+            "the Dask cluster has workers of several threads: start them with --nthreads 1 and as "
+            "many processes (--nworkers) as cores"
+        )
+
+
 @dataclass(frozen=True)
 class DaskPool:
     """Runs on the cluster at `address` (tcp://host:port), or on one of local processes.
@@ -45,6 +55,7 @@ class DaskPool:
                     "its scheduler, such as tcp://host:8786"
                 ) from error
             with client, parallel_config(backend="dask"):
+                _refuse_threads(client)
                 yield
             return
         cluster: Any = LocalCluster(  # type: ignore[no-untyped-call]

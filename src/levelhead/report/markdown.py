@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from markupsafe import Markup
 
-from levelhead.base.errors import InputError
+from levelhead.base.errors import InputError, LevelheadError
 from levelhead.base.files import write_atomically
 from levelhead.base.records import Figure, Run
 from levelhead.report.figures import draw
@@ -84,10 +85,16 @@ def _shown(figure: Figure, run: Run, page: Path, place: int) -> list[str]:
         slug = re.sub(r"[^a-z0-9]+", "-", figure.name.lower()).strip("-") or figure.kind
         name = f"{place:02d}-{slug[:60]}.svg"
         folder = page.with_suffix("")
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            try:
+                folder.mkdir()
+            except OSError as error:
+                raise LevelheadError(
+                    f"{folder} cannot be made a folder ({error.strerror or error}): choose another "
+                    "name for the page"
+                ) from error
         write_atomically(folder / name, str(_standalone(drawn, pictures, figure)).encode("utf-8"))
-        where = f"{folder.name}/{name}".replace(" ", "%20")
-        lines = [f"![{_text(figure.title)}]({where})"]
+        lines = [f"![{_text(figure.title)}]({quote(f'{folder.name}/{name}')})"]
     scale = drawn.find(".//div[@class='scale']")
     if scale is not None:
         low, high, unit = ([_words(e) for e in scale.findall("span")] + [""])[:3]
@@ -205,7 +212,13 @@ def _words(element: Element) -> str:
 def _text(words: str) -> str:
     """Words that Markdown shows as they are."""
     # An underscore inside of a word is one already.
-    return re.sub(r"([\\`*\[\]<>|#~]|(?<!\w)_|_(?!\w))", r"\\\1", clean(words))
+    escaped = re.sub(r"([\\`*\[\]<>|#~&$]|(?<!\w)_|_(?!\w))", r"\\\1", clean(words))
+    return re.sub(r"^(\s*)([-+]|\d+[.)])(?=\s)", _not_a_list, escaped)
+
+
+def _not_a_list(found: re.Match[str]) -> str:
+    sign = found[2]
+    return f"{found[1]}{sign[:-1]}\\{sign[-1]}"
 
 
 def _code(words: str) -> str:

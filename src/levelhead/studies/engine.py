@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from joblib import Parallel, delayed, parallel_config
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from levelhead.base.errors import Interrupted, LevelheadError
+from levelhead.base.errors import DivergenceError, InputError, Interrupted
 from levelhead.base.files import read_json, write_json
 from levelhead.base.numerics import threads
 from levelhead.base.progress import progress
@@ -72,7 +72,7 @@ LOKY: Pool = _Loky()
 
 @dataclass(frozen=True)
 class CellFailed:
-    """A cell that ended with one of our errors, or that took its pool down too often."""
+    """A cell that diverged or could not use its input, or that took its pool down too often."""
 
     cell: str
     reason: str
@@ -96,12 +96,13 @@ def execute(
 
     Args:
         work: the study's function of one cell; a function of a module.
-        jobs: cells at a time; 1 runs them here, without a pool, unless a cluster was chosen.
+        jobs: cells at a time; 1 runs them here, without a pool.
         tries: how often a pool may break without a single cell finished in between; then the cells
             that had begun run one at a time, and those that lose their worker again are given up.
 
-    An error of ours (`LevelheadError`) belongs to its cell: it is written down and named. Any
-    other error stops the study, for it is a mistake in the code. Raises Interrupted for Ctrl-C and
+    A training that diverged and input that cannot be used (`DivergenceError`, `InputError`) belong
+    to their cell: they are written down and named. Any other error stops the study: a full disk, a
+    damaged state, or a mistake in the code. Raises Interrupted for Ctrl-C and
     SIGTERM; what is finished stays, and a second call goes on.
     """
     with progress("cells", len(cells), enabled=show_progress) as advance:
@@ -111,6 +112,8 @@ def execute(
         lost: set[str] = set()
         while todo := _unfinished(folder, cells, lost):
             suspects = [cell for cell in todo if _begun(folder, cell)] or todo
+            # What took its worker down comes last, that it may not do so for each of the others.
+            todo.sort(key=lambda cell: _begun(folder, cell))
             with _counted(folder, cells, advance):
                 if broke < tries:
                     _once(work, settings, todo, folder, jobs, pool)
@@ -133,13 +136,13 @@ def _once(
     pool: Pool,
 ) -> None:
     """Run `todo` once; some are unfinished after it if the pool broke or a worker was stopped."""
-    if jobs == 1 and pool is LOKY:
+    if jobs == 1:
         for cell in todo:
             run_cell(work, settings, cell, folder)
         return
     with suppress(*pool.broken), pool.start(jobs, settings.threads):
         Parallel(batch_size=1, pre_dispatch="n_jobs")(
-            delayed(_in_worker)(work, settings, cell, folder) for cell in todo
+            delayed(_in_worker)(work, settings, cell, folder, os.getpid()) for cell in todo
         )
 
 
@@ -154,14 +157,14 @@ def _alone(
     return False
 
 
-def _in_worker(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> bool:
-    """True if this worker alone was stopped by a signal; its state is kept and it may go on."""
-    _leave_with(os.getppid())
-    try:
+def _in_worker(work: Work, settings: StudySettings, cell: Cell, folder: Path, study: int) -> None:
+    """Run a cell for the process `study`; a worker that is stopped by a signal leaves its state."""
+    if os.getpid() == study:  # a cluster of one core: joblib runs its cells here
         run_cell(work, settings, cell, folder)
-    except Interrupted:
-        return True
-    return False
+        return
+    _leave_with(os.getppid())
+    with suppress(Interrupted):
+        run_cell(work, settings, cell, folder)
 
 
 def _leave_with(parent: int) -> None:
@@ -195,7 +198,7 @@ def run_cell(work: Work, settings: StudySettings, cell: Cell, folder: Path) -> N
             outcome = work(settings, cell, Workspace(place))
         except Interrupted:
             raise
-        except LevelheadError as error:
+        except (DivergenceError, InputError) as error:
             failed = str(error)
     run = Run.create(
         place,
@@ -262,7 +265,9 @@ def _failures(folder: Path, cells: Sequence[Cell]) -> list[CellFailed]:
     failures = []
     for cell in cells:
         if not _finished(folder, cell):
-            reason = "its worker was lost each time, also without others beside it (memory?)"
+            reason = (
+                "its worker was lost or stopped each time, also with no other beside it (memory?)"
+            )
             failures.append(CellFailed(cell.name, reason))
             continue
         reason = read_json(folder / "cells" / cell.name / _DONE)["failed"]

@@ -33,7 +33,7 @@ from levelhead.studies.study import Cell, Findings, Outcome, Statement, Study, S
 
 __all__ = ["PRESETS", "StudyResult", "run_study", "study_settings"]
 
-_UNFINISHED = "This study is not finished: the same command with --resume goes on."
+_UNFINISHED = "This study is not finished: the same command with --resume and its --out goes on."
 PRESETS = ("quick", "standard", "full")
 
 
@@ -189,8 +189,10 @@ def _alone(folder: Path) -> Iterator[None]:
 def _refuse_other(study: Study[Any], folder: Path) -> None:
     """Name the study whose run a folder holds, where that is another one."""
     path = folder / "settings.json"
-    held = read_json(path).get("settings", {}).get("study") if path.is_file() else None
-    if held is not None and held != study.name:
+    head = read_json(path) if path.is_file() else None
+    settings = head.get("settings") if isinstance(head, dict) else None
+    held = settings.get("study", study.name) if isinstance(settings, dict) else study.name
+    if held != study.name:
         raise InputError(f"{folder} holds a run of the study {held}: choose another --out")
 
 
@@ -209,7 +211,10 @@ def _keep(
     findings: Findings,
     left_out: Sequence[CellFailed],
 ) -> Run:
-    """Write all that follows from the outcomes; doing it twice changes nothing."""
+    """Write all that follows from the outcomes; doing it twice changes nothing.
+
+    The verdicts come last: until then the folder says that the study is not finished.
+    """
     run = _without_conclusion(folder)
     (folder / "tables").mkdir(exist_ok=True)
     for table in findings.tables:
@@ -219,9 +224,13 @@ def _keep(
         | dict(findings.arrays)
     )
     run.add_figures([*(table.figure() for table in findings.tables), *findings.figures])
-    write_json(folder / "statements.json", [asdict(s) for s in findings.statements])
     missing = [f"Left out: {failure}." for failure in left_out]
     noted = [f"{name}: {note}" for name, found in outcomes.items() for note in found.notes]
+    lines = ["cell,part,seconds"]
+    for cell, parts in seconds(folder, cells).items():
+        lines += [f"{cell},{part},{value:.3f}" for part, value in parts.items()]
+    write_atomically(folder / "timings.csv", ("\n".join(lines) + "\n").encode())
+    write_json(folder / "notes.json", [])
     run.add_notes(
         [
             study.question,
@@ -232,16 +241,14 @@ def _keep(
             *study.limits(settings),
         ]
     )
-    lines = ["cell,part,seconds"]
-    for cell, parts in seconds(folder, cells).items():
-        lines += [f"{cell},{part},{value:.3f}" for part, value in parts.items()]
-    write_atomically(folder / "timings.csv", ("\n".join(lines) + "\n").encode())
+    write_json(folder / "statements.json", [asdict(s) for s in findings.statements])
     return run
 
 
 def _without_conclusion(folder: Path) -> Run:
     """The run without what an earlier version of the program may have concluded from its cells."""
-    for pattern in ("notes.json", "figures.json", "arrays-*.safetensors", "tables/*.csv"):
+    write_json(folder / "notes.json", [_UNFINISHED])
+    for pattern in ("statements.json", "figures.json", "arrays-*.safetensors", "tables/*.csv"):
         for path in folder.glob(pattern):
             path.unlink()
     return Run.open(folder)

@@ -71,7 +71,8 @@ def _final_table(found: ToyOutcomes, init: str) -> Table:
         values[row, 0] = len(losses)
         values[row, 1:3] = mean_and_half(excess)
         for column, name in enumerate(_MEASURES, 3):
-            silent = ARMS[arm].silent and name in _ATTENDING
+            unused = name == "qk_norm" and ARMS[arm].mixing != "learned"
+            silent = unused or (ARMS[arm].silent and name in _ATTENDING)
             numbers = [] if silent else list(found.final(arm, init, name).values())
             values[row, column] = float(np.mean(numbers)) if numbers else math.nan
     return Table(
@@ -127,7 +128,8 @@ def _optimiser_table(found: ToyOutcomes) -> Table:
     return Table(
         "optimisers",
         "Validation loss by optimiser and rate (the paper's Figure 15)",
-        f"One seed, {settings.optimiser_epochs} epochs; a gap is a training that diverged.",
+        f"One seed, {settings.optimiser_epochs} epochs; a gap is a training that diverged or is "
+        "missing.",
         rows if settings.optimisers else [],
         [f"{rate:g}" for rate in settings.rates],
         np.array(values, dtype=float).reshape(-1, len(settings.rates)),

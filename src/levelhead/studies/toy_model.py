@@ -62,7 +62,7 @@ class Toy:
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """X and Y of the training windows at the positions `index` [B]."""
-        gathered = self.windows.index_select(0, index)
+        gathered = self.windows.index_select(0, index.to(self.windows.device))
         return gathered[..., : len(self.truth)], gathered[..., len(self.truth) :]
 
 

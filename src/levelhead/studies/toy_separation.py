@@ -28,7 +28,6 @@ CANDIDATES = {
     "rank": "effective rank of attention",
     "nuclear": "nuclear norm of attention",
     "lambda_max": "λ_max",
-    "qk_norm": "‖W_Q W_Kᵀ‖₂",
     "path_norm": "‖W_V W_O W‖₂",
     "leak": "leak, mean square of (A − I) X W_V W_O W, which is a part of the forecast",
 }

@@ -71,8 +71,8 @@ def _accounts(found: ToyOutcomes) -> list[Statement]:
     init = found.settings.inits[0]
     out = []
     curves = found.trainings("transformer", init)
-    if curves:  # one of them got through its first epoch, or there is nothing to say
-        firsts = [float(o.arrays["own"][1]) for o in curves.values() if len(o.arrays["own"]) > 1]
+    firsts = [float(o.arrays["own"][1]) for o in curves.values() if len(o.arrays["own"]) > 1]
+    if firsts:
         out.append(
             Statement(
                 "identity-early",

@@ -258,10 +258,10 @@ class _Run:
             loss = compute()
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            elif all(weight.grad is None for weight in self.weights):
+            if all(weight.grad is None for weight in self.weights):
                 raise InputError(
                     "the loss depends on no trained weight, and no gradient was written: return a "
-                    "loss with a graph, or set `grad` of the weights"
+                    "loss of the model that is trained, or set `grad` of its weights"
                 )
             return loss
 

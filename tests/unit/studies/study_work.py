@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from levelhead.base.errors import DivergenceError
+from levelhead.base.errors import DivergenceError, Interrupted, LevelheadError
 from levelhead.base.records import Reading
 from levelhead.studies.study import Cell, Outcome, StudySettings, Workspace
 
@@ -43,3 +43,14 @@ def sleeping(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outco
     (folder / f"worker-{cell.given['number']}").write_text(str(os.getpid()))
     time.sleep(600)
     return Outcome()
+
+
+def stopped(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outcome:
+    """As a training does that was told to stop."""
+    raise Interrupted("SIGINT after 3 epochs", "SIGINT")
+
+
+def full_disk(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outcome:
+    """As a training does that can no longer write its state."""
+    workspace.state().write_bytes(b"half")
+    raise LevelheadError("training.state could not be written: free some space")

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from joblib import parallel_config
 
+from levelhead.base.errors import Interrupted, LevelheadError
 from levelhead.studies.engine import execute, load_outcome, run_cell
 from levelhead.studies.study import Cell, StudySettings
-from unit.studies.study_work import doubled
+from unit.studies.study_work import doubled, full_disk, stopped
 
 SETTINGS = StudySettings()
 
@@ -98,7 +99,7 @@ def test_a_cell_that_always_kills_its_worker_is_given_up(tmp_path: Path) -> None
     asked = cells(tmp_path, 2, dies={1: 99})
     failures = execute(doubled, SETTINGS, asked, tmp_path, jobs=2, tries=2, show_progress=False)
     assert [failure.cell for failure in failures] == ["cell-1"]
-    assert "also without others beside it" in failures[0].reason
+    assert "also with no other beside it" in failures[0].reason
     assert load_outcome(tmp_path, asked[0]) is not None
 
 
@@ -113,24 +114,35 @@ def test_a_cell_that_kills_its_worker_at_once_costs_no_other_its_place(tmp_path:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """A pool that counts how often it is started, and runs here."""
+class Here:
+    """A pool whose only worker is this process, as joblib has it for a cluster of one core."""
 
-    started: list[int]
-    name: str = "elsewhere"
+    name: str = "here"
     broken: tuple[type[BaseException], ...] = (BrokenProcessPool,)
 
     @contextmanager
     def start(self, jobs: int, threads: int) -> Iterator[None]:
-        self.started.append(jobs)
         with parallel_config(backend="sequential"):
             yield
 
 
-def test_one_job_too_runs_on_the_cluster_that_was_chosen(tmp_path: Path) -> None:
-    pool = Elsewhere([])
-    assert execute(doubled, SETTINGS, cells(tmp_path, 2), tmp_path, jobs=1, pool=pool) == []
-    assert pool.started == [1]
+def test_a_stop_is_heard_where_the_pool_is_this_process(tmp_path: Path) -> None:
+    asked = cells(tmp_path, 2)
+    assert execute(doubled, SETTINGS, asked, tmp_path, jobs=2, pool=Here()) == []
+    with pytest.raises(Interrupted):
+        execute(stopped, SETTINGS, asked, tmp_path / "other", jobs=2, pool=Here())
+
+
+def test_a_full_disk_stops_the_study_and_the_cell_can_be_run_again(tmp_path: Path) -> None:
+    [asked] = cells(tmp_path, 1)
+    with pytest.raises(LevelheadError, match="free some space"):
+        run_cell(full_disk, SETTINGS, asked, tmp_path)
+    assert load_outcome(tmp_path, asked) is None
+    assert (tmp_path / "cells" / asked.name / "training.state.safetensors").read_bytes() == b"half"
+    run_cell(doubled, SETTINGS, asked, tmp_path)
+    found = load_outcome(tmp_path, asked)
+    assert found is not None
+    assert found.value("resumed") == 1.0
 
 
 def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:
@@ -139,7 +151,8 @@ def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from pathlib import Path\n"
-        "from levelhead.studies.engine import execute\n"
+        "from levelhead.base.errors import Interrupted, LevelheadError
+from levelhead.studies.engine import execute\n"
         "from levelhead.studies.study import Cell, StudySettings\n"
         "from unit.studies.study_work import sleeping\n"
         "if __name__ == '__main__':\n"

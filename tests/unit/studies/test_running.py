@@ -193,7 +193,7 @@ def test_an_unfinished_study_says_so_in_its_report(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="here"):
         run_study(replace(STUDY, conclude=stops), out, overrides=told, show_progress=False)
-    said = "This study is not finished: the same command with --resume goes on."
+    said = "This study is not finished: the same command with --resume and its --out goes on."
     assert said in write_report(out).read_text(encoding="utf-8")
     run_study(STUDY, out, overrides=told, resume=True, show_progress=False)
     assert said not in write_report(out).read_text(encoding="utf-8")

@@ -106,6 +106,28 @@ def test_an_intervention_that_did_not_take_shows_nothing() -> None:
     assert "entropy ends at 0.89 nat, 1 was to be kept" in told.evidence
 
 
+def test_what_is_kept_without_need_shows_nothing() -> None:
+    losses = {"transformer": 2.6, "entropy-none": 2.6, "entropy-floor": 1.2}
+    soft = {**KEPT, "transformer": {"entropy": 1.3}}
+    assert "neither bear out" in account(ToyOutcomes(SETTINGS, planted(losses, soft)))
+
+
+def test_a_small_gain_heals_nothing() -> None:
+    losses = {"transformer": 2.6, "entropy-none": 2.5, "entropy-floor": 2.6}
+    found = ToyOutcomes(SETTINGS, planted(losses, KEPT))
+    assert interventions(found)[0].direction == -1
+    assert "heals" not in account(found)
+
+
+def test_an_arm_without_a_shared_seed_is_not_judged() -> None:
+    found = planted({"transformer": 2.6, "entropy-none": 1.1}, KEPT)
+    for seed in range(2):
+        del found[f"train-keras-transformer-{seed}"], found[f"train-keras-entropy-none-{seed + 2}"]
+    told = answers(found)["moves-entropy-none"]
+    assert told.holds is None
+    assert "unknown (no shared seed)" in told.evidence
+
+
 def test_p_values_are_adjusted_over_the_interventions_that_ran() -> None:
     losses = {"transformer": 2.6, "entropy-none": 2.58, "quiet": 2.585, "sharpness": 2.59}
     found = interventions(ToyOutcomes(SETTINGS, planted(losses, KEPT)))
