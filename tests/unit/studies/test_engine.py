@@ -110,7 +110,8 @@ def test_a_cell_that_kills_its_worker_at_once_costs_no_other_its_place(tmp_path:
     failures = execute(doubled, SETTINGS, asked, tmp_path, jobs=2, tries=2, show_progress=False)
     assert [failure.cell for failure in failures] == ["cell-0"]
     assert all(load_outcome(tmp_path, cell) is not None for cell in asked[1:])
-    assert starts(tmp_path, 0) == 4  # twice beside others, twice alone
+    # Twice in a row beside others, and alone twice; again after each of the others that finished.
+    assert 4 <= starts(tmp_path, 0) <= 2 * 3 + 2
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,7 @@ def test_workers_leave_when_the_study_is_killed(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from pathlib import Path\n"
-        "from levelhead.base.errors import Interrupted, LevelheadError
-from levelhead.studies.engine import execute\n"
+        "from levelhead.studies.engine import execute\n"
         "from levelhead.studies.study import Cell, StudySettings\n"
         "from unit.studies.study_work import sleeping\n"
         "if __name__ == '__main__':\n"
