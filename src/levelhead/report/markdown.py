@@ -47,8 +47,9 @@ def write_markdown(run: Run | str | os.PathLike[str], out: str | os.PathLike[str
 
     >>> import tempfile
     >>> run = Run.create(tempfile.mkdtemp(), title="A <try>", command=None, settings={"seed": 1})
-    >>> print(write_markdown(run, run.folder / "try.md").read_text(encoding="utf-8")[:12])
-    # A \\<try\\>
+    >>> page = write_markdown(run, run.folder / "try.md")
+    >>> page.read_text(encoding="utf-8").splitlines()[0]
+    '# A \\\\<try\\\\>'
     """
     page = Path(out)
     if page.is_dir() or page.suffix.lower() != ".md":

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from levelhead.base.errors import InputError
+from levelhead.base.errors import InputError, LevelheadError
 from levelhead.base.records import Figure, Run
 from levelhead.report.markdown import write_markdown
 from unit.report.examples import hostile_run
@@ -115,3 +115,24 @@ def test_it_says_what_is_not_a_page(tmp_path):
     for wrong in (tmp_path / "page.html", tmp_path):
         with pytest.raises(InputError, match=r"ends in \.md"):
             write_markdown(run, wrong)
+
+
+def test_words_are_shown_as_they_are(tmp_path):
+    run = Run.create(tmp_path / "run", title="1. first", command=None, settings={})
+    run.add_notes(["- minus & $x$", "12) more", "-0.5 stays", "snake_case and _under_"])
+    page = write_markdown(run, tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
+    assert page[0] == r"# 1\. first"
+    assert [line for line in page if line.startswith("- ")] == [
+        r"- \- minus \& \$x\$",
+        r"- 12\) more",
+        "- -0.5 stays",
+        r"- snake_case and \_under\_",
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    figure = Figure("a", "heatmap", "A", "It.", {"values": "v"})
+    run = run_with(tmp_path / "run", [figure], {"v": np.eye(2)})
+    (tmp_path / "page").write_text("in the way")
+    with pytest.raises(LevelheadError, match="cannot be made a folder"):
+        write_markdown(run, tmp_path / "page.md")
