@@ -4,7 +4,7 @@ In four steps, each of whose cells follow from the outcomes before:
 
     search   initialisation scale, spread of heads, rate, optimiser, depth, never a warm-up: in
              which setting does an alarm of attention go off?
-    select   every penalty, and weight decay of equal strength, over one grid of weights λ, from
+    select   every penalty, and weight decay matched to it, over one grid of weights λ, from
              the failing setting; the best λ of each by validation loss
     verdict  all arms at their λ, with seeds that nothing was chosen on, on test rows
     confirm  select and verdict of the two best penalties and their controls on further tasks
@@ -309,7 +309,7 @@ STUDY = Study(
     title="Head collapse: reproduced, watched, treated, ablated",
     question=(
         "In which settings do attention heads become copies or does training stall, and does a "
-        "penalty on their invariants do better than nothing and than weight decay as strong?"
+        "penalty on their invariants do better than nothing and than weight decay matched to it?"
     ),
     settings=CollapseSettings,
     presets={

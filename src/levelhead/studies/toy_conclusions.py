@@ -229,7 +229,8 @@ def _limits_change(found: ToyOutcomes) -> str:
             pairs = [(there[s], here[s]) for s in here if s in there]
             if pairs:
                 before, after = np.mean(pairs, axis=0)
-                moves.append(f"{arm} ends at {after:.4g} instead of {before:.4g}")
+                count = f"{len(pairs)} seed{'s' * (len(pairs) > 1)}"
+                moves.append(f"{arm} ends at {after:.4g} instead of {before:.4g} ({count})")
         if moves:
             said.append(f"With {init} instead of {first} limits {', '.join(moves)}.")
     return " ".join(said)

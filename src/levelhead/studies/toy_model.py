@@ -248,21 +248,18 @@ def _gradients(
     """`slope` times the derivatives of `_error` in q, k, v, o, w, with one product with Xᵀ."""
     x, query, key, value, turned, attended, after, residual = kept
     m, horizon = after.shape
-    g = residual * (2 / residual.numel() * slope)
+    d_z = residual.new_empty(*query.shape[:2], 3 * m + horizon)
+    d_query, d_key, d_value, d_head = d_z.split_with_sizes([m, m, m, horizon], dim=-1)
+    torch.mul(residual.view_as(d_head), 2 / residual.numel() * slope, out=d_head)
+    g = d_z.view(len(x), -1)[:, 3 * m :]
     d_attended = (g @ after.T).view(query.shape)
     d_after = attended.T @ g
     d_turned = torch.bmm(value, d_attended.mT)
     d_logits = torch.ops.aten._softmax_backward_data(d_turned, turned, 1, turned.dtype)
     d_logits /= math.sqrt(m)
-    d_z = torch.cat(
-        (
-            torch.bmm(d_logits.mT, key),
-            torch.bmm(d_logits, query),
-            torch.bmm(turned, d_attended),
-            g.view(*query.shape[:2], horizon),
-        ),
-        dim=-1,
-    )
+    d_query.copy_(torch.bmm(d_logits.mT, key))
+    d_key.copy_(torch.bmm(d_logits, query))
+    d_value.copy_(torch.bmm(turned, d_attended))
     d_joined = x.T @ d_z.view(len(x), -1)
     d_q, d_k, d_v, d_w = d_joined.split_with_sizes([m, m, m, horizon], dim=1)
     return d_q, d_k, d_v, d_after @ w.T, torch.addmm(d_w, o.T, d_after)

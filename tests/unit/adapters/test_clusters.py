@@ -49,6 +49,17 @@ def test_a_killed_worker_costs_only_what_was_in_flight(pool: Pool, tmp_path: Pat
     assert sum(starts) <= 6 + 2
 
 
+def test_dask_workers_of_several_threads_are_refused() -> None:
+    distributed = pytest.importorskip("distributed")
+    dask = pytest.importorskip("levelhead.adapters.dask")
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=True, dashboard_address=None
+    ) as cluster:
+        pool = dask.DaskPool(cluster.scheduler_address)
+        with pytest.raises(InputError, match="start them with --nthreads 1"), pool.start(2, 1):
+            pass
+
+
 @pytest.mark.parametrize("name", ["dask", "ray"])
 def test_an_address_where_nothing_answers_is_one_sentence(name: str) -> None:
     made: Any
