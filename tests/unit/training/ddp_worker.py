@@ -9,6 +9,7 @@ and an attention layer's weights after each constraint.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,11 @@ def main() -> None:
     }
     found |= constrained(rank)
     save_file(found, folder / f"{rank}.safetensors")
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    # Everything is on disk. Threads of torch's reducers that are still there when the interpreter
+    # is taken down abort the process now and then ("terminate called without an active exception").
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from levelhead.base.records import Run
 from levelhead.training.watch import watch
 
 TRAIN = textwrap.dedent("""
-    import sys, warnings
+    import os, sys, warnings
     from contextlib import nullcontext
     import torch, torch.distributed as dist
     import levelhead
@@ -50,7 +50,9 @@ TRAIN = textwrap.dedent("""
     assert not watched or run.steps == (6 if rank == 0 else 0)
     assert run.alarms == []
     torch.save(model.state_dict(), f"{folder}/weights-{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # threads of torch's reducers may abort an interpreter that is taken down
 """)
 
 
