@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from levelhead.base.numerics import threads
-from levelhead.studies.toy_model import ARMS, Toy, ToyNet, built, graded_loss, toy_data
+from levelhead.studies.toy_model import ARMS, Toy, ToyNet, built, graded_loss, learner, toy_data
 from levelhead.training.loop import TrainingSettings, train
 
-CONTEXT, HORIZON, CHANNELS, WIDTH, WINDOWS, ROUNDS = 512, 96, 7, 16, 10_000, 7
+CONTEXT, HORIZON, CHANNELS, WIDTH, WINDOWS, ROUNDS = 512, 96, 7, 16, 10_000, 15
 
 
 class Ordinary(nn.Module):
@@ -54,13 +54,14 @@ def ordinary_epoch(
 
 def our_epochs(toy: Toy, model: ToyNet, epochs: int) -> None:
     arm = ARMS["transformer"]
+    learns = learner(model, arm)
     settings = TrainingSettings(epochs=epochs, patience=0, batch_size=32, restart_every=0, rho=0.0)
 
     def closure(index: Tensor) -> Callable[[], Tensor]:
         x, y = toy.batch(index)
-        return lambda: graded_loss(model, arm, x, y, 0.0)
+        return lambda: graded_loss(learns, arm, x, y, 0.0)
 
-    train(model, closure, len(toy.x), None, settings, show_progress=False)
+    train(learns, closure, len(toy.x), None, settings, show_progress=False)
 
 
 def cpu_seconds(work: Callable[[], None]) -> float:

@@ -34,10 +34,12 @@ from levelhead.studies.toy_conclusions import conclude
 from levelhead.studies.toy_model import (
     ARMS,
     Arm,
+    Joined,
     Toy,
     ToyNet,
     built,
     graded_loss,
+    learner,
     measured,
     toy_data,
 )
@@ -313,10 +315,11 @@ def _fit(
     else:
         curves.lines.clear()
     last = _LastWeights(model, curves)
+    learns = learner(model, arm)
     try:
         history = train(
-            model,
-            lambda index: _closure(model, arm, toy, index, settings.floor),
+            learns,
+            lambda index: _closure(learns, arm, toy, index, settings.floor),
             len(toy.x),
             last,
             training,
@@ -352,7 +355,7 @@ class _LastWeights:
         return -float(len(self.curves.lines)) if np.isfinite(loss) else float("nan")
 
 
-def _closure(model: ToyNet, arm: Arm, toy: Toy, index: Tensor, floor: float) -> Any:
+def _closure(model: ToyNet | Joined, arm: Arm, toy: Toy, index: Tensor, floor: float) -> Any:
     x, y = toy.batch(index)
     return lambda: graded_loss(model, arm, x, y, floor)
 

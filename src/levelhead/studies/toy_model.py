@@ -12,11 +12,12 @@ forecast for not being the identity: (A − I) X W_V W_O W.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
@@ -27,10 +28,12 @@ from levelhead.nn.sigma_reparam import sigma_reparam
 __all__ = [
     "ARMS",
     "Arm",
+    "Joined",
     "Toy",
     "ToyNet",
     "built",
     "graded_loss",
+    "learner",
     "mean_loss",
     "measured",
     "toy_data",
@@ -205,6 +208,46 @@ def built(arm: Arm, context: int, horizon: int, *, init: str, width: int, seed: 
     return model
 
 
+class Joined(nn.Module):
+    """W_Q, W_K, W_V and W of a model side by side in one parameter [L, 3m + H], and its W_O [m, L].
+
+    Training this trains the model, whose four weights become views of the parameter: one product
+    with X takes them as they lie, and to Adam and SGD every entry is alike. It is no faster way to
+    SAM, whose radius is a norm over weights and would round differently.
+    """
+
+    def __init__(self, model: ToyNet) -> None:
+        super().__init__()
+        assert model.key is not None
+        assert model.output is not None
+        blocks = (model.query, model.key, model.value, model.head)
+        self.weight = nn.Parameter(_side_by_side(*blocks).detach())
+        self.output = model.output
+        for block, view in zip(
+            blocks, _blocks(self.weight.detach(), len(self.output)), strict=True
+        ):
+            block.data = view
+
+
+def learner(model: ToyNet, arm: Arm) -> ToyNet | Joined:
+    """What `train` and `graded_loss` are given: the model with its weights joined where it can be.
+
+    It can where Adam or SGD trains all five weights on the error alone.
+    """
+    if _writes_gradients(model, arm) and model.key is not None and not arm.rho:
+        return Joined(model)
+    return model
+
+
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return torch.cat((q, k, v, w), dim=1)
+
+
+def _blocks(joined: Tensor, m: int) -> tuple[Tensor, ...]:
+    """The parts of the last axis that belong to W_Q, W_K, W_V and W."""
+    return joined.split_with_sizes([m, m, m, joined.shape[-1] - 3 * m], dim=-1)
+
+
 class _Kept(NamedTuple):
     """What the backward pass needs of the forward pass.
 
@@ -222,63 +265,61 @@ class _Kept(NamedTuple):
     residual: Tensor
 
 
-def _error(
-    x: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, w: Tensor
-) -> tuple[Tensor, _Kept]:
-    """Mean squared error of f(X) = X W + A(X) X W_V W_O W, with one product with X."""
+def _error(x: Tensor, y: Tensor, joined: Tensor, o: Tensor) -> tuple[Tensor, _Kept]:
+    """Mean squared error of f(X) = X W + A(X) X W_V W_O W, with one product with X.
+
+    `joined` is [W_Q W_K W_V W].
+    """
     windows, channels, context = x.shape
-    m, horizon = q.shape[1], w.shape[1]
+    m = len(o)
     rows = x.view(-1, context)
-    z = (rows @ torch.cat((q, k, v, w), dim=1)).view(windows, channels, -1)
-    query, key, value, head = z.split_with_sizes([m, m, m, horizon], dim=-1)
+    z = (rows @ joined).view(windows, channels, -1)
+    query, key, value, head = _blocks(z, m)
     # Aᵀ, whose columns sum to one: a softmax along an outer axis is vectorised over the inner one,
     # along a short last axis it is not.
     turned = torch.softmax(torch.bmm(key, query.mT) / math.sqrt(m), dim=1)
     attended = torch.bmm(turned.mT, value).view(-1, m)
-    after = o @ w
-    residual = (head - y).view(-1, horizon).addmm_(attended, after)
+    after = o @ joined[:, 3 * m :]
+    residual = (head - y).view(len(rows), -1).addmm_(attended, after)
     errors = residual.view(-1)
     loss = torch.dot(errors, errors) / errors.numel()
     return loss, _Kept(rows, query, key, value, turned, attended, after, residual)
 
 
 def _gradients(
-    kept: _Kept, o: Tensor, w: Tensor, slope: Tensor | float = 1.0
-) -> tuple[Tensor, ...]:
-    """`slope` times the derivatives of `_error` in q, k, v, o, w, with one product with Xᵀ."""
+    kept: _Kept, joined: Tensor, o: Tensor, slope: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`slope` times the derivatives of `_error` in `joined` and o, with one product with Xᵀ."""
     x, query, key, value, turned, attended, after, residual = kept
-    m, horizon = after.shape
-    d_z = residual.new_empty(*query.shape[:2], 3 * m + horizon)
-    d_query, d_key, d_value, d_head = d_z.split_with_sizes([m, m, m, horizon], dim=-1)
-    torch.mul(residual.view_as(d_head), 2 / residual.numel() * slope, out=d_head)
-    g = d_z.view(len(x), -1)[:, 3 * m :]
+    m, w = len(o), joined[:, 3 * len(o) :]
+    g = residual * (2 / residual.numel() * slope)
     d_attended = (g @ after.T).view(query.shape)
     d_after = attended.T @ g
     d_turned = torch.bmm(value, d_attended.mT)
     d_logits = torch.ops.aten._softmax_backward_data(d_turned, turned, 1, turned.dtype)
     d_logits /= math.sqrt(m)
-    d_query.copy_(torch.bmm(d_logits.mT, key))
-    d_key.copy_(torch.bmm(d_logits, query))
-    d_value.copy_(torch.bmm(turned, d_attended))
-    d_joined = x.T @ d_z.view(len(x), -1)
-    d_q, d_k, d_v, d_w = d_joined.split_with_sizes([m, m, m, horizon], dim=1)
-    return d_q, d_k, d_v, d_after @ w.T, torch.addmm(d_w, o.T, d_after)
+    d_query, d_key = torch.bmm(d_logits.mT, key), torch.bmm(d_logits, query)
+    d_value = torch.bmm(turned, d_attended)
+    d_z = torch.cat([part.view(-1, m) for part in (d_query, d_key, d_value)] + [g], dim=1)
+    d_joined = x.T @ d_z
+    d_joined[:, 3 * m :].addmm_(o.T, d_after)
+    return d_joined, d_after @ w.T
 
 
 class _SquaredError(torch.autograd.Function):
     """`_error` on the tape; second derivatives go through `ToyNet.core` instead."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
-        loss, kept = _error(x, y, *weights)
-        ctx.save_for_backward(*kept, *weights[3:])
+    def forward(ctx: Any, x: Tensor, y: Tensor, joined: Tensor, o: Tensor) -> Tensor:
+        loss, kept = _error(x, y, joined, o)
+        ctx.save_for_backward(*kept, joined, o)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, o, w = ctx.saved_tensors
-        return None, None, *_gradients(_Kept(*kept), o, w, slope)
+        *kept, joined, o = ctx.saved_tensors
+        return None, None, *_gradients(_Kept(*kept), joined, o, slope)
 
 
 def mean_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Tensor:
@@ -289,7 +330,8 @@ def mean_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Te
     # σReparam computes a weight whenever it is read: here once for a pass.
     with parametrize.cached():
         if model.mixing == "learned" and model.query.requires_grad:
-            loss: Tensor = _SquaredError.apply(x, y, *_weights(model))  # type: ignore[no-untyped-call]
+            joined = _side_by_side(*_taken(model))
+            loss: Tensor = _SquaredError.apply(x, y, joined, model.output)  # type: ignore[no-untyped-call]
         else:
             loss = torch.nn.functional.mse_loss(model.core(x), y)
         if arm.entropy:
@@ -303,33 +345,49 @@ def mean_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Te
     return loss
 
 
-def graded_loss(model: ToyNet, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Tensor:
+def graded_loss(model: ToyNet | Joined, arm: Arm, x: Tensor, y: Tensor, floor: float) -> Tensor:
     """`mean_loss` for a closure of `training.loop.train`: the plain error writes its gradients.
 
     For an error without penalty in weights that are parameters themselves the tape only costs
     time: the loss has no graph then, and its gradients are added to `grad`. Otherwise it is
-    `mean_loss`, and the loop takes the derivative.
+    `mean_loss`, and the loop takes the derivative. `model` is what `learner` gives.
     """
-    plain = model.mixing == "learned" and not arm.entropy and not arm.quiet
-    if not plain or parametrize.is_parametrized(model):
+    if isinstance(model, Joined):
+        with torch.inference_mode():
+            loss, kept = _error(x, y, model.weight, model.output)
+            parts = _gradients(kept, model.weight, model.output)
+            _add_gradients((model.weight, model.output), parts)
+        return loss
+    if not _writes_gradients(model, arm):
         return mean_loss(model, arm, x, y, floor)
-    weights = _weights(model)
-    if not all(weight.requires_grad for weight in weights):
-        return mean_loss(model, arm, x, y, floor)
+    assert model.output is not None
+    taken = _taken(model)
     with torch.inference_mode():
-        loss, kept = _error(x, y, *weights)
-        for weight, part in zip(weights, _gradients(kept, *weights[3:]), strict=True):
-            # W_Q = W_K comes twice; fused Adam reads gradients in the order of their weights.
-            weight.grad = part.contiguous() if weight.grad is None else weight.grad + part
+        joined = _side_by_side(*taken)
+        loss, kept = _error(x, y, joined, model.output)
+        d_joined, d_output = _gradients(kept, joined, model.output)
+        _add_gradients((*taken, model.output), (*_blocks(d_joined, len(model.output)), d_output))
     return loss
 
 
-def _weights(model: ToyNet) -> tuple[Tensor, ...]:
-    """W_Q, W_K, W_V, W_O, W; W_Q twice where they are tied."""
+def _add_gradients(weights: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for weight, part in zip(weights, parts, strict=True):
+        # W_Q = W_K comes twice; fused Adam reads gradients in the order of their weights.
+        weight.grad = part.contiguous() if weight.grad is None else weight.grad + part
+
+
+def _writes_gradients(model: ToyNet, arm: Arm) -> bool:
+    """Whether the loss is the error alone, in five weights that are all trained parameters."""
+    plain = model.mixing == "learned" and not arm.entropy and not arm.quiet
+    if not plain or parametrize.is_parametrized(model):
+        return False
+    return all(weight.requires_grad for weight in model.parameters())
+
+
+def _taken(model: ToyNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W_Q, W_K, W_V, W, with which X is multiplied; W_Q twice where they are tied."""
     query = model.query
-    assert model.output is not None
-    key = query if model.key is None else model.key
-    return query, key, model.value, model.output, model.head
+    return query, query if model.key is None else model.key, model.value, model.head
 
 
 @torch.no_grad()

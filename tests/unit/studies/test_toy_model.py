@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,18 @@ import torch
 from torch import Tensor
 
 from levelhead.base.errors import InputError
-from levelhead.studies.toy_model import ARMS, ToyNet, built, graded_loss, mean_loss, toy_data
+from levelhead.studies.toy_model import (
+    ARMS,
+    Arm,
+    Joined,
+    ToyNet,
+    built,
+    graded_loss,
+    learner,
+    mean_loss,
+    measured,
+    toy_data,
+)
 from levelhead.training.loop import TrainingSettings, train
 
 SETTINGS = TrainingSettings(
@@ -25,15 +37,26 @@ def network(arm: str) -> ToyNet:
     return built(ARMS[arm], 16, 4, init="keras", width=2, seed=3)
 
 
-def fitted(arm: str, loss: Callable[..., Tensor], rho: float, state: Path | None = None) -> ToyNet:
+def fitted(
+    arm: str,
+    loss: Callable[..., Tensor],
+    state: Path | None = None,
+    learns: Callable[[ToyNet, Arm], ToyNet | Joined] = learner,
+    **changes: object,
+) -> ToyNet:
     model = network(arm)
+    taught = learns(model, ARMS[arm])
 
     def closure(index: Tensor) -> Callable[[], Tensor]:
         x, y = TOY.batch(index)
-        return lambda: loss(model, ARMS[arm], x, y, 1.0)
+        return lambda: loss(taught, ARMS[arm], x, y, 1.0)
 
-    settings = TrainingSettings(**{**vars(SETTINGS), "rho": rho})
-    train(model, closure, 20, None, settings, state_path=state, resume=True, show_progress=False)
+    settings = TrainingSettings(**{**vars(SETTINGS), **changes})
+    train(taught, closure, 20, None, settings, state_path=state, resume=True, show_progress=False)
+    return model
+
+
+def as_it_is(model: ToyNet, arm: Arm) -> ToyNet:
     return model
 
 
@@ -74,11 +97,52 @@ def test_other_arms_leave_the_derivative_to_the_loop(arm: str) -> None:
 
 @pytest.mark.parametrize(("arm", "rho"), [("transformer", 0.0), ("tied", 0.0), ("sam", 0.1)])
 def test_training_is_that_of_the_tape(arm: str, rho: float) -> None:
-    ours, tape = (fitted(arm, loss, rho).state_dict() for loss in (graded_loss, mean_loss))
+    ours = fitted(arm, graded_loss, rho=rho).state_dict()
+    tape = fitted(arm, mean_loss, learns=as_it_is, rho=rho).state_dict()
     start = network(arm).state_dict()
     for name, value in tape.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(value, start[name], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"weight_decay": 0.1}, {"optimizer": "sgd", "weight_decay": 0.1}],
+    ids=["adam", "adamw", "sgd"],
+)
+def test_weights_side_by_side_train_to_the_same_bits(changes: dict[str, object]) -> None:
+    ours = fitted("transformer", graded_loss, **changes)
+    apart = fitted("transformer", graded_loss, learns=as_it_is, **changes)
+    start = network("transformer").state_dict()
+    for name, value in apart.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+        assert not torch.allclose(value, start[name], rtol=1e-2, atol=1e-3)
+    assert measured(ours, TOY.x_val, TOY.y_val) == measured(apart, TOY.x_val, TOY.y_val)
+
+
+def test_only_a_plain_training_of_all_five_weights_is_joined() -> None:
+    joined = {arm for arm in ARMS if isinstance(learner(network(arm), ARMS[arm]), Joined)}
+    assert joined == {"transformer"}
+
+
+def test_what_is_trained_side_by_side_is_seen_in_the_model_and_copies_are_whole() -> None:
+    model = network("transformer")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    joined = learner(model, ARMS["transformer"])
+    assert isinstance(joined, Joined)
+    assert {k: tuple(v.shape) for k, v in joined.state_dict().items()} == {
+        "weight": (16, 10),
+        "output": (2, 16),
+    }
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        joined.weight += 1
+        joined.output += 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] + 1)
+        assert torch.equal(copied.state_dict()[name], before[name])
 
 
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -95,9 +159,9 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
         return graded_loss(*given)  # type: ignore[arg-type]
 
     with pytest.raises(Stopped):
-        fitted("transformer", stops, 0.0, tmp_path / "state")
-    resumed = fitted("transformer", graded_loss, 0.0, tmp_path / "state").state_dict()
-    for name, value in fitted("transformer", graded_loss, 0.0).state_dict().items():
+        fitted("transformer", stops, tmp_path / "state")
+    resumed = fitted("transformer", graded_loss, tmp_path / "state").state_dict()
+    for name, value in fitted("transformer", graded_loss).state_dict().items():
         assert torch.equal(resumed[name], value), name
 
 
@@ -106,4 +170,4 @@ def test_the_loop_refuses_a_loss_that_has_neither_graph_nor_gradient() -> None:
         return mean_loss(*given).detach()  # type: ignore[arg-type]
 
     with pytest.raises(InputError, match="depends on no trained weight"):
-        fitted("transformer", detached, 0.0)
+        fitted("transformer", detached, learns=as_it_is)
