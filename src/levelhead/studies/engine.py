@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -62,7 +63,10 @@ class _Loky:
 
     @contextmanager
     def start(self, jobs: int, threads: int) -> Iterator[None]:
-        with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
+        config = parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads)
+        with warnings.catch_warnings(), config:
+            # Between two cells loky replaces a worker that has grown, by a data set it keeps, say.
+            warnings.filterwarnings("ignore", "A worker stopped while some jobs were given")
             yield
 
 

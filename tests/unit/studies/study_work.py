@@ -13,6 +13,8 @@ from levelhead.base.errors import DivergenceError, Interrupted, LevelheadError
 from levelhead.base.records import Reading
 from levelhead.studies.study import Cell, Outcome, StudySettings, Workspace
 
+_KEPT: list[np.ndarray] = []
+
 
 def doubled(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outcome:
     """Twice the number the cell is told; starts are counted in the folder it is told."""
@@ -25,6 +27,8 @@ def doubled(settings: StudySettings, cell: Cell, workspace: Workspace) -> Outcom
         workspace.state().write_bytes(b"half way")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(cell.given.get("slow", 0)))
+    if cell.given.get("keeps"):
+        _KEPT.append(np.ones(int(cell.given["keeps"]), dtype=np.uint8))
     if cell.given.get("diverges"):
         raise DivergenceError("the loss became nan at step 3")
     reading = Reading("double", 2.0 * number, where={"number": number})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -93,6 +94,17 @@ def test_a_killed_worker_costs_only_what_was_in_flight(tmp_path: Path) -> None:
     assert found is not None
     assert found.value("resumed") == 1.0
     assert sum(starts(tmp_path, n) for n in range(4)) <= 4 + 2  # at most two were in flight
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_grown_is_replaced_without_a_word(tmp_path: Path) -> None:
+    each = dict.fromkeys(range(6), 400 * 1024**2)
+    asked = cells(tmp_path, 6, keeps=each, slow=dict.fromkeys(range(6), 1.1))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert execute(doubled, SETTINGS, asked, tmp_path, jobs=2, show_progress=False) == []
+    assert [str(w.message) for w in heard] == []
+    assert [starts(tmp_path, n) for n in range(6)] == [1] * 6
 
 
 def test_a_cell_that_always_kills_its_worker_is_given_up(tmp_path: Path) -> None:
