@@ -54,7 +54,7 @@ class ForecastingSettings(StudySettings):
     sets: tuple[str, ...] = ("ETTh1", "exchange_rate", "weather")
     brief: tuple[str, ...] = ("weather",)
     horizons: tuple[int, ...] = (96, 192, 336, 720)
-    other_horizons: tuple[int, ...] = (96,)
+    other_horizons: tuple[int, ...] = (96, 192, 336, 720)
     temporal_horizons: tuple[int, ...] = (96,)
     temporal_seeds: int = Field(default=1, ge=1)
     costly_epochs: int = Field(default=20, ge=1)
@@ -238,7 +238,6 @@ STUDY = Study(
         "full": {
             "seeds": 5,
             "brief": (),
-            "other_horizons": (96, 192, 336, 720),
             "temporal_horizons": (96, 192, 336, 720),
             "temporal_seeds": 3,
             "costly_epochs": PAPER.epochs,
