@@ -23,17 +23,18 @@ from levelhead.studies.forecasting_outcomes import Losses, Place, named, the_set
 from levelhead.studies.forecasting_tables import tables
 from levelhead.studies.study import Findings, Outcome, Statement
 
-__all__ = ["conclude"]
+__all__ = ["KNOWN", "conclude"]
 
 _CONTEXT = 512
-# Test errors of the line at context 512, measured once by an implementation of its own.
-_KNOWN: Mapping[Place, float] = {
-    ("ETTh1", 96): 0.3639,
-    ("ETTh1", 192): 0.3961,
-    ("ETTh1", 336): 0.4185,
-    ("ETTh1", 720): 0.4369,
+# Test errors at context 512 of a ridge without intercept on all windows from their last value,
+# written out and solved by numpy, with these penalties; a test computes them again.
+KNOWN: Mapping[Place, tuple[float, float]] = {
+    ("ETTh1", 96): (10**-1.0, 0.36392),
+    ("ETTh1", 192): (10**-0.5, 0.39590),
+    ("ETTh1", 336): (10**-0.5, 0.41754),
+    ("ETTh1", 720): (10**-0.5, 0.41825),
 }
-_KNOWN_WITHIN = 0.01
+_KNOWN_WITHIN = 0.001
 # Rounding of float32 products of 512 terms, in a mean over thousands of windows.
 _EQUAL = 1e-4
 
@@ -109,23 +110,25 @@ def _starts(losses: Losses) -> list[Statement]:
 
 
 def _known(losses: Losses) -> list[Statement]:
-    """The line's test error where it was measured before."""
+    """The line's test error where another implementation measured it."""
     if losses.settings.context != _CONTEXT:
         return []
     found = {
         place: losses.mean(place, "line", "mse")
         for place in losses.places
-        if place in _KNOWN and losses.seeds(place, "line")
+        if place in KNOWN and losses.seeds(place, "line")
     }
     if not found:
         return []
-    apart = {place: value / _KNOWN[place] - 1 for place, value in found.items()}
+    apart = {place: value / KNOWN[place][1] - 1 for place, value in found.items()}
     return [
         Statement(
             "known-line",
-            "The line's test error is the one measured before, within 1 %.",
+            "The line's test error is the one of a ridge written out, within .1 %.",
             all(abs(share) <= _KNOWN_WITHIN for share in apart.values()),
-            ", ".join(f"{named(p)}: {v:.4f}, before {_KNOWN[p]:.4f}" for p, v in found.items())
+            ", ".join(
+                f"{named(p)}: {v:.5f}, written out {KNOWN[p][1]:.5f}" for p, v in found.items()
+            )
             + ".",
         )
     ]

@@ -12,6 +12,7 @@ import pytest
 from levelhead.base.errors import InputError
 from levelhead.data.generators import followers
 from levelhead.studies.forecasting import STUDY, ForecastingSettings
+from levelhead.studies.forecasting_conclusions import KNOWN
 from levelhead.studies.forecasting_data import MADE, posed, require, series
 from levelhead.studies.running import run_study, study_settings
 from levelhead.studies.study import Cell
@@ -199,3 +200,26 @@ def test_a_limit_of_epochs_is_told_from_the_trainings_themselves(tmp_path: Path)
     assert channel["holds"] is None
     assert "temporal stopped at 2 of 4 epochs" in channel["evidence"]
     assert "lowest validation error within 2 epochs: samformer 0." in channel["evidence"]
+
+
+@pytest.mark.parametrize("place", KNOWN, ids=str)
+def test_known_errors_are_those_of_a_ridge_that_is_written_out(
+    place: tuple[str, int], real_data: Path
+) -> None:
+    name, horizon = place
+    penalty, error = KNOWN[place]
+    table = np.loadtxt(real_data / f"{name}.csv", delimiter=",", skiprows=1, usecols=range(1, 8))
+    month, context = 30 * 24, 512  # 12 months of training, 4 of validation, 4 of test
+    training, test, end = 12 * month, 16 * month, 20 * month
+    table = (table - table[:training].mean(0)) / table[:training].std(0)
+
+    def windows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        cut = np.lib.stride_tricks.sliding_window_view(table[start:stop], context + horizon, axis=0)
+        rows = cut.reshape(-1, context + horizon)
+        rows = rows - rows[:, context - 1 : context]
+        return rows[:, :context], rows[:, context:]
+
+    x, y = windows(0, training)
+    head = np.linalg.solve(x.T @ x + penalty * len(x) * np.eye(context), x.T @ y)
+    x, y = windows(test - context, end)
+    assert np.mean((x @ head - y) ** 2) == pytest.approx(error, abs=1e-5)
