@@ -42,8 +42,8 @@ def write_markdown(run: Run | str | os.PathLike[str], out: str | os.PathLike[str
     folder with other names are left alone.
 
     Raises `StoredFileError` when `run` is a folder that is not a run or holds a bad file,
-    `InputError` when `out` is a folder, does not end in .md, or a Figure does not fit its arrays,
-    `LevelheadError` when a file cannot be written.
+    `InputError` when `out` is a folder, does not end in .md or lies in no folder, or a Figure does
+    not fit its arrays, `LevelheadError` when a file cannot be written.
 
     >>> import tempfile
     >>> run = Run.create(tempfile.mkdtemp(), title="A <try>", command=None, settings={"seed": 1})
@@ -54,6 +54,8 @@ def write_markdown(run: Run | str | os.PathLike[str], out: str | os.PathLike[str
     page = Path(out)
     if page.is_dir() or page.suffix.lower() != ".md":
         raise InputError(f"{page} was given: the name of a file that ends in .md is expected")
+    if not page.parent.is_dir():
+        raise InputError(f"there is no folder {page.parent} for the page: make it first")
     if not isinstance(run, Run):
         run = Run.open(run)
     lines = [f"# {_text(run.title)}", ""]

@@ -115,6 +115,8 @@ def test_it_says_what_is_not_a_page(tmp_path):
     for wrong in (tmp_path / "page.html", tmp_path):
         with pytest.raises(InputError, match=r"ends in \.md"):
             write_markdown(run, wrong)
+    with pytest.raises(InputError, match=r"no folder .*nowhere for the page: make it first"):
+        write_markdown(run, tmp_path / "nowhere" / "page.md")
 
 
 def test_words_are_shown_as_they_are(tmp_path):
