@@ -18,10 +18,12 @@ __all__ = ["figures"]
 
 FloatArray = NDArray[np.float64]
 Made = tuple[Figure, Mapping[str, NDArray[Any]]]
+# Title, unit, first epoch. Before the first step the error is that of drawn weights: several times
+# what follows, which would all lie on one line.
 _CURVES = {
-    "validation_curve": ("Validation error", "mean squared error"),
-    "lambda_max": ("Largest Hessian eigenvalue, balanced gauge", "λ_max"),
-    "entropy_share": ("Entropy of attention", "share of log n"),
+    "validation_curve": ("Validation error", "mean squared error", 1),
+    "lambda_max": ("Largest Hessian eigenvalue, balanced gauge", "λ_max", 0),
+    "entropy_share": ("Entropy of attention", "share of log n", 0),
 }
 
 
@@ -102,10 +104,11 @@ def _curve(losses: Losses, place: Place, name: str) -> Made | None:
 
     Curves of a loss are without arms with the slip, whose loss is another.
     """
+    title, unit, first = _CURVES[name]
     arms, lines = [], []
     for arm in losses.arms(place) if name == "entropy_share" else losses.ranked(place):
         runs = [o.arrays.get(f"curve.{name}") for o in losses.seeds(place, arm).values()]
-        curves = [run for run in runs if run is not None and np.isfinite(run).any()]
+        curves = [run for run in runs if run is not None and np.isfinite(run[first:]).any()]
         if curves:
             arms.append(arm)
             lines.append(_median(curves))
@@ -113,11 +116,11 @@ def _curve(losses: Losses, place: Place, name: str) -> Made | None:
         return None
     longest = max(map(len, lines))
     y = np.array([np.pad(v, (0, longest - len(v)), constant_values=np.nan) for v in lines])
+    y[:, :first] = np.nan
     kept = np.isfinite(y).any(axis=0)
     y = y[:, kept]
     ends = [line[np.isfinite(line)][-1] for line in y]
     low, high = int(np.argmin(ends)), int(np.argmax(ends))
-    title, unit = _CURVES[name]
     key = f"{name}.{place[0]}"
     arrays = {f"{key}.x": np.flatnonzero(kept).astype(float), f"{key}.y": y}
     finite = y[np.isfinite(y)]
@@ -126,7 +129,8 @@ def _curve(losses: Losses, place: Place, name: str) -> Made | None:
         key,
         "lines",
         f"{title}, {named(place)}",
-        f"Medians over seeds; each line ends where training did. At its end {arms[low]} is lowest "
+        f"Medians over seeds, from epoch {first} on; each line ends where training did. At its "
+        f"end {arms[low]} is lowest "
         f"({ends[low]:.3g}), {arms[high]} highest ({ends[high]:.3g}).",
         {"x": f"{key}.x", "y": f"{key}.y"},
         axes={"x": "epoch", "y": unit, "y_scale": "log" if log else "linear"},

@@ -71,7 +71,7 @@ def _spread(losses: Losses) -> Table:
     for at in np.ndindex(values.shape):
         found = losses.values(places[at[1]], arms[at[0]], "mse")
         if len(found) > 1:
-            values[at] = found.std(ddof=1)
+            values[at] = (found - found[0]).std(ddof=1)  # none where all are equal
     kept = np.isfinite(values).any(axis=1)
     return Table(
         "spread",

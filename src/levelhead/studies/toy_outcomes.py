@@ -74,5 +74,6 @@ def mean_and_half(values: Floats) -> tuple[float, float]:
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    # Less the first one: the mean of equal values is rounded, and would deviate from them.
+    error = float(np.std(values - values[0], ddof=1)) / math.sqrt(len(values))
     return mean, float(stats.t.ppf(0.975, len(values) - 1)) * error

@@ -249,6 +249,27 @@ def test_arms_with_the_slip_stand_in_no_ranking() -> None:
     assert "samformer-slip" in spread.rows
 
 
+def test_seeds_that_agree_to_the_bit_do_not_deviate() -> None:
+    losses = 0.1 + noise(0)
+    cells = {f"made-{HORIZON}-samformer-{seed}": outcome(losses) for seed in range(3)}
+    assert np.std([losses.mean()] * 3, ddof=1) > 0  # a mean is rounded
+    found = conclude(settings(seeds=3, arms=("samformer",)), cells)
+    [spread] = [table for table in found.tables if table.name == "spread"]
+    assert spread.values.tolist() == [[0.0]]
+    [bars] = [figure for figure in found.figures if figure.name == "mse.made"]
+    assert found.arrays[bars.arrays["error"]].tolist() == [0.0]
+
+
+def test_validation_curves_begin_after_the_first_epoch() -> None:
+    found = conclude(settings(**CAPPED), curved(planted(LEVELS), 4))
+    [drawn] = [figure for figure in found.figures if figure.name == "validation_curve.made"]
+    assert found.arrays[drawn.arrays["x"]].tolist() == list(range(1, 10))
+    rows = dict(zip(drawn.labels["series"], found.arrays[drawn.arrays["y"]], strict=True))
+    assert rows["temporal"][:3].tolist() == [0.8, 0.8, 0.5]
+    assert np.isnan(rows["temporal"][3:]).all()
+    assert "from epoch 1 on" in drawn.says
+
+
 def slipped_numbers(cells: Mapping[str, Outcome]) -> dict[str, Outcome]:
     """The same with the reading that slipped arms have besides."""
     return {
