@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -72,6 +72,34 @@ class ForecastingSettings(StudySettings):
     curvature_windows: int = Field(default=256, ge=2)
     map_windows: int = Field(default=64, ge=2)
     draws: int = Field(default=10_000, ge=100)
+
+    @field_validator("horizons", "other_horizons", "temporal_horizons")
+    @classmethod
+    def _steps(cls, horizons: tuple[int, ...]) -> tuple[int, ...]:
+        if any(horizon < 1 for horizon in horizons):
+            raise ValueError("a horizon is a number of steps, 1 or more")
+        return horizons
+
+    @field_validator("rhos")
+    @classmethod
+    def _radii(cls, rhos: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(rho > 0 for rho in rhos):
+            raise ValueError("a radius is a number above 0")
+        return rhos
+
+    @field_validator("sets", "arms", "horizons")
+    @classmethod
+    def _some(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not values:
+            raise ValueError("at least one is needed")
+        return values
+
+    @field_validator("sets", "arms", "horizons", "other_horizons", "temporal_horizons", "rhos")
+    @classmethod
+    def _different(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError("one of them is there twice")
+        return values
 
     @field_validator("sets", "brief")
     @classmethod

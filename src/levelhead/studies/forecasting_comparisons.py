@@ -196,7 +196,7 @@ def _compared(losses: Losses, claim: Claim, place: Place) -> Compared | None:
     reasons = cut_short(losses, place, claim.arms, shared)
     reasons += ["one seed"] * (len(shared) < 2)
     if not enough:
-        reasons.append(f"{count / horizon:.1f} blocks of H")
+        reasons.append(f"{windows.count} of the {LEAST_BLOCKS} blocks of 2H that are needed")
     elif not windows.judged:
         reasons.append("no deviation between blocks")
     gained = None

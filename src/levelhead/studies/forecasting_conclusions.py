@@ -19,6 +19,7 @@ from levelhead.studies.forecasting_comparisons import (
     compared,
 )
 from levelhead.studies.forecasting_figures import figures
+from levelhead.studies.forecasting_models import ARMS
 from levelhead.studies.forecasting_outcomes import Losses, Place, named, the_set
 from levelhead.studies.forecasting_tables import tables
 from levelhead.studies.study import Findings, Outcome, Statement
@@ -72,7 +73,7 @@ def _windows(losses: Losses) -> list[Statement]:
 def _starts(losses: Losses) -> list[Statement]:
     """The arm that starts from the line: equal to it before the first step, never worse after."""
     runs = [run for place in losses.places for run in losses.seeds(place, "from-line").values()]
-    if "from-line" not in losses.settings.arms:
+    if not runs and not _starts_from_lines(losses.settings):
         return []
     first = "Started from the line, the network forecasts as the line before its first step."
     kept = (
@@ -107,6 +108,14 @@ def _starts(losses: Losses) -> list[Statement]:
             f"{100 * rises.mean():+.2g} %, in the worst of them {100 * rises.max():+.2g} %.",
         ),
     ]
+
+
+def _starts_from_lines(settings: Any) -> bool:
+    """Whether the grid has a cell of the arm that starts from the line."""
+    somewhere = set(settings.horizons) & set(settings.other_horizons)
+    return "from-line" in settings.arms and bool(
+        somewhere or set(settings.sets) & {*settings.brief}
+    )
 
 
 def _known(losses: Losses) -> list[Statement]:
@@ -208,15 +217,16 @@ def _part(c: Compared) -> str:
 
 def _sentences(losses: Losses, claims: Sequence[Compared]) -> list[str]:
     said = [_errors(losses, place) for place in losses.places]
-    best = [arm for place in losses.places if (arm := _best(losses, place)) is not None]
-    wins = {arm: best.count(arm) for arm in losses.settings.arms if arm in best}
+    best = [found for place in losses.places if (found := _best(losses, place))]
+    wins = {arm: sum(arm in found for found in best) for arm in losses.settings.arms}
     if best:
+        order = [arm for arm in sorted(wins, key=lambda a: -wins[a]) if wins[arm]]
         said.append(
             f"Lowest mean test error at {len(best)} set-horizon pairs: "
-            + ", ".join(f"{arm} at {wins[arm]}" for arm in sorted(wins, key=lambda a: -wins[a]))
-            + "."
+            + ", ".join(f"{arm} at {wins[arm]}" for arm in order)
+            + (" (equal ones count for each)." if sum(wins.values()) > len(best) else ".")
         )
-    said += [_verdicts(claims), _stopped(losses)]
+    said += [_verdicts(claims), _stopped(losses), _unmoved(losses)]
     if losses.places:
         said.append(_apart(losses))
     return [sentence for sentence in said if sentence]
@@ -259,22 +269,40 @@ def _stopped(losses: Losses) -> str:
     )
 
 
+def _unmoved(losses: Losses) -> str:
+    """Trainings none of whose epochs was better than their start."""
+    found = []
+    for place in losses.places:
+        for arm in losses.arms(place):
+            runs = [] if ARMS[arm].line else list(losses.seeds(place, arm).values())
+            same = [run for run in runs if run.value("best_epoch") == 0]
+            if same:
+                found.append(f"{arm} ({named(place)}) in {len(same)} of {len(runs)} seeds")
+    if not found:
+        return ""
+    return (
+        "Kept the weights they began with, for no epoch had a lower validation error (from-line: "
+        f"those of the line): {', '.join(found)}."
+    )
+
+
 def _errors(losses: Losses, place: Place) -> str:
     best = _best(losses, place)
-    if best is None:
+    if not best:
         return ""
     beside = [arm for arm in ("line", "transformer", "samformer") if losses.seeds(place, arm)]
     numbers = ", ".join(f"{arm} {losses.mean(place, arm, 'mse'):.4f}" for arm in beside)
     return (
-        f"Test mean squared error, {named(place)}: lowest {best} "
-        f"({losses.mean(place, best, 'mse'):.4f})" + (f"; {numbers}." if numbers else ".")
+        f"Test mean squared error, {named(place)}: lowest {' and '.join(best)} "
+        f"({losses.mean(place, best[0], 'mse'):.4f})" + (f"; {numbers}." if numbers else ".")
     )
 
 
-def _best(losses: Losses, place: Place) -> str | None:
-    """The arm with the lowest test error of those that are judged by one loss."""
+def _best(losses: Losses, place: Place) -> list[str]:
+    """The arms with the lowest test error of those that are judged by one loss."""
     errors = {arm: losses.mean(place, arm, "mse") for arm in losses.ranked(place)}
-    return min(errors, key=lambda arm: errors[arm]) if errors else None
+    least = min((e for e in errors.values() if np.isfinite(e)), default=None)
+    return [arm for arm, error in errors.items() if error == least]
 
 
 def _apart(losses: Losses) -> str:

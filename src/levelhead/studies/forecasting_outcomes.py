@@ -93,7 +93,15 @@ class Losses:
         return min(settings.epochs, settings.costly_epochs) if costly else int(settings.epochs)
 
     def stopped(self, place: Place, arm: str, seeds: Sequence[int]) -> list[int]:
-        """Those of `seeds` whose training ended at a limit that is lower than the study's."""
+        """Those of `seeds` whose training ended at a limit that is lower than the study's.
+
+        One whose patience ended in that very epoch would not have gone on.
+        """
         limit = self.limit(place, arm)
         runs = self.seeds(place, arm) if limit < self.settings.epochs else {}
-        return [s for s in seeds if s in runs and runs[s].value("epochs") >= limit]
+        return [s for s in seeds if s in runs and self._went_on(runs[s], limit)]
+
+    def _went_on(self, run: Outcome, limit: int) -> bool:
+        """Whether a training of at least `limit` epochs had patience left."""
+        done, patience = run.value("epochs"), self.settings.patience
+        return done >= limit and (patience == 0 or done - run.value("best_epoch") < patience)

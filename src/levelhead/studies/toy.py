@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class ToySettings(StudySettings):
     curvature_every: int = Field(default=10, ge=1)
     curvature_windows: int = Field(default=256, ge=8)
     optimisers: tuple[str, ...] = OPTIMISERS
-    rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2)
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = (1e-4, 1e-3, 1e-2)
     optimiser_epochs: int = Field(default=40, ge=1)
     optimiser_arms: tuple[str, ...] = ("transformer",)
     floor: float = Field(default=1.0, ge=0)

@@ -223,3 +223,22 @@ def test_known_errors_are_those_of_a_ridge_that_is_written_out(
     head = np.linalg.solve(x.T @ x + penalty * len(x) * np.eye(context), x.T @ y)
     x, y = windows(test - context, end)
     assert np.mean((x @ head - y) ** 2) == pytest.approx(error, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("horizons", "0", "1 or more"),
+        ("other_horizons", "-1", "1 or more"),
+        ("horizons", "", "at least one"),
+        ("sets", "", "at least one"),
+        ("arms", "", "at least one"),
+        ("horizons", "6,6", "twice"),
+        ("rhos", "-1", "above 0"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused_by_name(name: str, value: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        study_settings(STUDY, "quick", {name: value})
+    assert name in str(refused.value)
+    assert "\n" not in str(refused.value)

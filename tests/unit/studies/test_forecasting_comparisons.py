@@ -260,6 +260,47 @@ def test_seeds_that_agree_to_the_bit_do_not_deviate() -> None:
     assert found.arrays[bars.arrays["error"]].tolist() == [0.0]
 
 
+def test_patience_that_ended_with_the_limit_is_no_stop() -> None:
+    cells = planted(LEVELS)
+    waited = {
+        name: outcome(o.arrays["squared"], epochs=3.0, best_epoch=1.0) for name, o in cells.items()
+    }
+    for patience, stopped in ((2, False), (3, True), (0, True)):
+        given = settings(**CAPPED, patience=patience)
+        said = conclude(given, waited).conclusion
+        assert any("Stopped before" in s for s in said) is stopped
+
+
+def test_equal_errors_and_trainings_that_kept_their_start_are_said() -> None:
+    losses = 0.1 + noise(0)
+    started = {"line_validation": 0.5, "first_validation": 0.5, "validation": 0.5}
+    cells = {
+        f"made-{HORIZON}-line-0": outcome(losses),
+        f"made-{HORIZON}-from-line-0": outcome(losses, **started, best_epoch=0.0),
+        f"made-{HORIZON}-transformer-0": outcome(losses + 1, best_epoch=0.0),
+        f"made-{HORIZON}-transformer-1": outcome(losses + 1, best_epoch=4.0),
+    }
+    said = conclude(settings(), cells).conclusion
+    assert any("lowest line and from-line (0." in s for s in said)
+    assert any(
+        "at 1 set-horizon pairs: line at 1, from-line at 1 (equal ones count for each)." in s
+        for s in said
+    )
+    [kept] = [s for s in said if s.startswith("Kept the weights they began with")]
+    assert f"transformer (made series {HORIZON}) in 1 of 2 seeds" in kept
+    assert f"from-line (made series {HORIZON}) in 1 of 1 seeds" in kept
+
+
+def test_a_start_from_the_line_that_the_grid_leaves_out_is_not_missed() -> None:
+    cells = planted({"line": 1.0, "transformer": 1.1})
+    names = {
+        horizons: {s.name for s in conclude(settings(other_horizons=horizons), cells).statements}
+        for horizons in ((HORIZON,), (HORIZON + 1,))
+    }
+    assert "starts-equal" in names[(HORIZON,)]
+    assert "starts-equal" not in names[(HORIZON + 1,)]
+
+
 def test_validation_curves_begin_after_the_first_epoch() -> None:
     found = conclude(settings(**CAPPED), curved(planted(LEVELS), 4))
     [drawn] = [figure for figure in found.figures if figure.name == "validation_curve.made"]
@@ -396,7 +437,7 @@ def test_with_few_blocks_of_the_horizon_nothing_is_judged() -> None:
     line = answer(found, "line-made")
     assert line.holds is True
     assert line.evidence.startswith("Better at 1 of 1: H 6 -0.")
-    assert "(4.0 blocks of H: not judged)" in line.evidence
+    assert "(2 of the 5 blocks of 2H that are needed: not judged)" in line.evidence
     few = [c for c in compared(Losses(given, cells)) if c.place[1] == 100]
     assert not any(c.holds for c in few)
     assert all(c.diebold_mariano is None and np.isnan(c.adjusted) for c in few)
