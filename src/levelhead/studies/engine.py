@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky.backend import resource_tracker
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from levelhead.base.errors import DivergenceError, InputError, Interrupted
@@ -64,10 +65,29 @@ class _Loky:
     @contextmanager
     def start(self, jobs: int, threads: int) -> Iterator[None]:
         config = parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads)
+        _start_tracker()
         with warnings.catch_warnings(), config:
             # Between two cells loky replaces a worker that has grown, by a data set it keeps, say.
             warnings.filterwarnings("ignore", "A worker stopped while some jobs were given")
             yield
+
+
+def _start_tracker() -> None:
+    """Start loky's process that clears away semaphores and folders, without its warnings.
+
+    When a study is interrupted it may find a semaphore that is registered still and gone already,
+    or a folder that is left. It removes what is there; nobody can do anything about it.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 LOKY: Pool = _Loky()

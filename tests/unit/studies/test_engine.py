@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -105,6 +106,22 @@ def test_a_worker_that_has_grown_is_replaced_without_a_word(tmp_path: Path) -> N
         assert execute(doubled, SETTINGS, asked, tmp_path, jobs=2, show_progress=False) == []
     assert [str(w.message) for w in heard] == []
     assert [starts(tmp_path, n) for n in range(6)] == [1] * 6
+
+
+def test_what_an_interruption_leaves_to_the_tracker_is_cleared_without_a_word() -> None:
+    code = """
+import os
+from joblib.externals.loky.backend import resource_tracker
+from levelhead.studies.engine import LOKY
+with LOKY.start(2, 1):
+    resource_tracker.register("/loky-levelhead-gone", "semlock")
+assert "PYTHONWARNINGS" not in os.environ
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stderr.decode()) == (0, "")
 
 
 def test_a_cell_that_always_kills_its_worker_is_given_up(tmp_path: Path) -> None:
