@@ -29,6 +29,7 @@ from levelhead.base.errors import DivergenceError, InputError, Interrupted, Stor
 from levelhead.base.files import write_atomically
 from levelhead.base.progress import Advance, progress
 from levelhead.base.signals import noted_signals
+from levelhead.training.fused import FusedSteps
 from levelhead.training.sam import SAM
 from levelhead.training.second_pass import frozen_power_iteration
 
@@ -193,6 +194,7 @@ class _Run:
         self.data = data
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(self.weights, settings)
+        self.plain_step = FusedSteps(self.optimizer)
         self.history = History()
         self.best: dict[str, torch.Tensor] = {}
         all_steps = math.ceil(count / settings.batch_size)
@@ -269,7 +271,9 @@ class _Run:
             with self.optimizer.ascent_pass(self.model):
                 loss = self.optimizer.step(closure)
         else:
-            loss = self.optimizer.step(closure)  # type: ignore[arg-type]
+            with torch.enable_grad():
+                loss = closure()
+            self.plain_step()
         return loss.detach().item() if isinstance(loss, torch.Tensor) else float(loss)
 
     def judged(self, epoch: int) -> float:
@@ -377,6 +381,7 @@ class _Run:
             state.setdefault(int(index), {})[name] = tensor
         as_saved = self.optimizer.state_dict()
         self.optimizer.load_state_dict({"state": state, "param_groups": as_saved["param_groups"]})
+        self.plain_step.forget()
 
 
 def _optimizer(weights: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
