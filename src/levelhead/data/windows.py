@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from levelhead.base.errors import InputError
 
-__all__ = ["Batch", "Pairs", "Scaler", "WindowSource", "Windows", "starts_within"]
+__all__ = ["Batch", "Held", "Pairs", "Scaler", "WindowSource", "Windows", "held", "starts_within"]
 
 FloatArray = NDArray[np.float64]
 
@@ -273,6 +273,57 @@ class Pairs:
             self.dtype,
             self.device,
         )
+
+
+class Held:
+    """The windows of `source`, normalised once and kept: the same batches, by a copy of rows.
+
+    For training over many epochs. See `held` for the memory that it takes, on the source's device.
+    """
+
+    def __init__(self, source: WindowSource) -> None:
+        self.context, self.horizon = source.context, source.horizon
+        self.channels, self.judged, self._count = source.channels, source.judged, len(source)
+        chunk = max(1, _CHUNK_ELEMENTS // (self.channels * (self.context + self.horizon)))
+        self._parts: tuple[torch.Tensor, ...] = ()
+        for index in torch.split(torch.arange(self._count), chunk):
+            batch = source.batch(index)
+            parts = (batch.context, batch.target, batch.mean, batch.deviation)
+            if not self._parts:
+                self._parts = tuple(
+                    part.new_empty(len(part), self._count, part.shape[2]) for part in parts
+                )
+            for kept, part in zip(self._parts, parts, strict=True):
+                kept[:, index[0] : index[-1] + 1] = part
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, index: torch.Tensor) -> Batch:
+        """The windows at positions `index [B]`."""
+        device = self._parts[0].device
+        context, target, mean, deviation = (
+            part.index_select(1, index.to(device)) for part in self._parts
+        )
+        judged = None if self.judged is None else self.judged.to(device)
+        return Batch(context, target, mean, deviation, judged)
+
+
+def held(source: WindowSource, limit: int = 2 << 30) -> WindowSource:
+    """`source` as `Held` if that takes at most `limit` bytes, else as it is.
+
+    >>> series = np.arange(10.0)[None]
+    >>> type(held(Windows(series, context=4, horizon=2))).__name__
+    'Held'
+    >>> type(held(Windows(series, context=4, horizon=2), limit=100)).__name__
+    'Windows'
+    """
+    if not len(source):
+        return source
+    one = source.batch(torch.arange(1))
+    parts = (one.context, one.target, one.mean, one.deviation)
+    needed = len(source) * sum(part.numel() * part.element_size() for part in parts)
+    return Held(source) if needed <= limit else source
 
 
 def _as_tensor(array: FloatArray) -> torch.Tensor:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from levelhead.base.errors import DivergenceError
 from levelhead.base.files import append_lines
 from levelhead.base.records import Reading
-from levelhead.data.windows import Windows
+from levelhead.data.windows import Windows, WindowSource, held
 from levelhead.diagnostics.sharpness import canonical_sharpness
 from levelhead.forecasting.candidates import Candidate, Network, forecasts, residual_products
 from levelhead.forecasting.fitting import SeriesProblem
@@ -92,7 +92,7 @@ def fitted(task: Task, settings: _Sizes, workspace: Workspace) -> Outcome:
 
 def _trained(task: Task, arm: Arm, settings: _Sizes, workspace: Workspace) -> Outcome:
     problem = task.problem
-    windows = problem.train
+    windows = held(problem.train)
     line = problem.line("linear") if arm.from_line else None
     net = built(
         arm,
@@ -104,7 +104,7 @@ def _trained(task: Task, arm: Arm, settings: _Sizes, workspace: Workspace) -> Ou
         seed=task.training.seed,
         line=line,
     )
-    looks = _Looks(net, arm, windows, problem.validation, task.training, settings)
+    looks = _Looks(net, arm, windows, held(problem.validation), task.training, settings)
     curves = _Curves(looks, workspace.state("curves", "jsonl"), workspace.state())
     found, timing, notes = _fit(task, net, looks, curves, workspace.state())
     if line is not None:
@@ -161,8 +161,8 @@ class _Looks:
         self,
         net: SAMformerNet,
         arm: Arm,
-        windows: Windows,
-        validation: Windows,
+        windows: WindowSource,
+        validation: WindowSource,
         training: TrainingSettings,
         settings: _Sizes,
     ) -> None:

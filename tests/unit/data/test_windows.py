@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from levelhead.base.errors import InputError
-from levelhead.data.windows import Batch, Pairs, Scaler, Windows, starts_within
+from levelhead.data.windows import Batch, Held, Pairs, Scaler, Windows, held, starts_within
 from oracles import windows as oracle
 
 L, H = 12, 5
@@ -268,3 +268,34 @@ def test_refusals_say_what_to_do() -> None:
         Pairs(draw(4, 2, L), draw(3, 2, H))
     with pytest.raises(InputError, match="float64 arrays, int64 was given"):
         Pairs(np.ones((4, 2, L), dtype=np.int64), draw(4, 2, H))
+
+
+@pytest.mark.parametrize("judged", [None, [2, 0]])
+@pytest.mark.parametrize("elements", [1, 100, 1 << 21])
+def test_held_windows_are_the_same_bits(
+    judged: list[int] | None, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Windows(draw(3, 40), 6, 4, 2, 25, judged=judged)
+    monkeypatch.setattr("levelhead.data.windows._CHUNK_ELEMENTS", elements)
+    kept = held(source)
+    assert isinstance(kept, Held)
+    assert (len(kept), kept.channels, kept.context, kept.horizon) == (23, 3, 6, 4)
+    for index in (torch.tensor([5, 22, 0, 5]), torch.arange(23)):
+        expected, got = source.batch(index), kept.batch(index)
+        for name in ("context", "target", "mean", "deviation"):
+            ours, theirs = getattr(got, name), getattr(expected, name)
+            assert ours.dtype == theirs.dtype
+            assert ours.is_contiguous()
+            assert torch.equal(ours, theirs), name
+        assert got.judged is source.judged
+    assert kept.judged is source.judged
+
+
+def test_windows_are_held_only_within_the_limit() -> None:
+    source = Windows(draw(3, 40), 6, 4, judged=[1])
+    # float32 of six steps and a deviation for three channels, of four steps for one; a float64 mean
+    needed = len(source) * (4 * (3 * 7 + 4) + 8 * 3)
+    assert isinstance(held(source, limit=needed), Held)
+    assert held(source, limit=needed - 1) is source
+    none = Windows(draw(3, 40), 6, 4, 3, 3)
+    assert held(none) is none
