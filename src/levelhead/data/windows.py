@@ -282,13 +282,14 @@ class Held:
     """
 
     def __init__(self, source: WindowSource) -> None:
+        if not len(source):
+            raise InputError("there is no window to hold: shorten context or horizon")
         self.context, self.horizon = source.context, source.horizon
         self.channels, self.judged, self._count = source.channels, source.judged, len(source)
         chunk = max(1, _CHUNK_ELEMENTS // (self.channels * (self.context + self.horizon)))
         self._parts: tuple[torch.Tensor, ...] = ()
         for index in torch.split(torch.arange(self._count), chunk):
-            batch = source.batch(index)
-            parts = (batch.context, batch.target, batch.mean, batch.deviation)
+            parts = _parts(source.batch(index))
             if not self._parts:
                 self._parts = tuple(
                     part.new_empty(len(part), self._count, part.shape[2]) for part in parts
@@ -320,10 +321,14 @@ def held(source: WindowSource, limit: int = 2 << 30) -> WindowSource:
     """
     if not len(source):
         return source
-    one = source.batch(torch.arange(1))
-    parts = (one.context, one.target, one.mean, one.deviation)
-    needed = len(source) * sum(part.numel() * part.element_size() for part in parts)
+    one = _parts(source.batch(torch.arange(1)))
+    needed = len(source) * sum(part.numel() * part.element_size() for part in one)
     return Held(source) if needed <= limit else source
+
+
+def _parts(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """What of a batch has an axis of windows, its second."""
+    return batch.context, batch.target, batch.mean, batch.deviation
 
 
 def _as_tensor(array: FloatArray) -> torch.Tensor:

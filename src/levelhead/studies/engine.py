@@ -38,6 +38,7 @@ __all__ = ["LOKY", "CellFailed", "Pool", "execute", "load_outcome", "run_cell", 
 
 _DONE = "done.json"
 _GUARD = "levelhead-parent"
+_ENVIRONMENT = threading.Lock()
 Work = Callable[[Any, Cell, Workspace], Outcome]
 
 
@@ -64,8 +65,8 @@ class _Loky:
 
     @contextmanager
     def start(self, jobs: int, threads: int) -> Iterator[None]:
-        config = parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads)
         _start_tracker()
+        config = parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads)
         with warnings.catch_warnings(), config:
             # Between two cells loky replaces a worker that has grown, by a data set it keeps, say.
             warnings.filterwarnings("ignore", "A worker stopped while some jobs were given")
@@ -76,18 +77,20 @@ def _start_tracker() -> None:
     """Start loky's process that clears away semaphores and folders, without its warnings.
 
     When a study is interrupted it may find a semaphore that is registered still and gone already,
-    or a folder that is left. It removes what is there; nobody can do anything about it.
+    or a folder that is left. It removes what is there, with nothing for a user to do. One that runs
+    already stays as it is.
     """
-    before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker:UserWarning"
-    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = before
+    with _ENVIRONMENT:
+        before = os.environ.get("PYTHONWARNINGS")
+        os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            if before is None:
+                del os.environ["PYTHONWARNINGS"]
+            else:
+                os.environ["PYTHONWARNINGS"] = before
 
 
 LOKY: Pool = _Loky()

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 __all__ = ["FusedSteps"]
 
-_ORDINARY = ("amsgrad", "maximize", "capturable", "differentiable")
+_BEYOND = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 class _Lists(NamedTuple):
@@ -31,10 +31,11 @@ class _Lists(NamedTuple):
 class FusedSteps:
     """Takes the steps of `optimizer`, from the gradients that its weights have.
 
-    The state stays the optimiser's own, so that its state_dict and its rates are as always. After
-    `load_state_dict` call `forget`. Where the optimiser is no fused Adam or AdamW of one group
-    with plain options, where a weight has no gradient, or where somebody listens to its steps, the
-    step is torch's.
+    The state stays the optimiser's own, so that its state_dict, rates and weight decay are as
+    always. Groups, other options and state are taken to be as at the first step: after
+    `load_state_dict`, or whatever else exchanges them, call `forget`. Where the optimiser is no
+    fused Adam or AdamW of one group with plain options, where a weight has no gradient, or where a
+    hook listens to steps, the step is torch's.
 
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
     >>> steps = FusedSteps(torch.optim.Adam([weight], lr=0.5, fused=True))
@@ -85,12 +86,16 @@ class FusedSteps:
 
     def _collected(self) -> _Lists | None:
         """The lists of a step in which all weights took part; None if it must stay torch's."""
-        weights = list(self.optimizer.param_groups[0]["params"])
+        if not _is_plain(self.optimizer):
+            return None
+        group = self.optimizer.param_groups[0]
+        weights = list(group["params"])
         states = [self.optimizer.state[w] for w in weights if w in self.optimizer.state]
         alike = len({(weight.device, weight.dtype) for weight in weights}) == 1
-        if not _is_plain(self.optimizer) or not alike or len(states) < len(weights):
+        if not alike or len(states) < len(weights):
             return None
-        decoupled = self.optimizer.param_groups[0]["decoupled_weight_decay"]
+        # Older versions of torch know the option by the class alone.
+        decoupled = group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kept = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
         return _Lists(kernel, weights, *kept)
@@ -102,7 +107,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
         return False
     group, *others = optimizer.param_groups
     numbers = all(isinstance(group[name], (int, float)) for name in ("lr", "eps", "weight_decay"))
-    plain = numbers and not any(group[option] for option in _ORDINARY)
+    plain = numbers and not any(group[option] for option in _BEYOND)
     return bool(group["fused"]) and plain and not others
 
 

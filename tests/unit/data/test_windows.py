@@ -299,3 +299,5 @@ def test_windows_are_held_only_within_the_limit() -> None:
     assert held(source, limit=needed - 1) is source
     none = Windows(draw(3, 40), 6, 4, 3, 3)
     assert held(none) is none
+    with pytest.raises(InputError, match="no window to hold"):
+        Held(none)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from levelhead.training.fused import FusedSteps
 
@@ -75,23 +80,38 @@ def test_a_weight_without_gradient_is_left_alone_as_torch_does() -> None:
 
 
 def test_two_groups_keep_their_options() -> None:
-    first, second = weights(2)
-    optimizer = ADAM([{"params": [first]}, {"params": [second], "lr": 0.0}], lr=0.1, fused=True)
-    steps, before = FusedSteps(optimizer), second.detach().clone()
-    for step in range(3):
-        give_gradients([first, second], step)
-        steps()
-    assert torch.equal(second, before)
-
-
-def test_hooks_are_heard_at_every_step() -> None:
-    given, heard = weights(), []
-    optimizer = ADAM(given, fused=True)
+    ours, theirs = weights(2), weights(2)
+    optimizer, other = (
+        ADAM([{"params": given[:1]}, {"params": given[1:], "lr": 0.2}], lr=0.1, fused=True)
+        for given in (ours, theirs)
+    )
     steps = FusedSteps(optimizer)
-    for step in range(4):
+    for step in range(3):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        steps()
+        other.step()
+    assert all(torch.equal(weight, expected) for weight, expected in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("place", ["pre", "post", "global pre", "global post"])
+def test_hooks_are_heard_at_every_step(place: str) -> None:
+    given = weights()
+    heard: list[object] = []
+    optimizer = ADAM(given, fused=True)
+    register = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "global pre": register_optimizer_step_pre_hook,
+        "global post": register_optimizer_step_post_hook,
+    }[place]
+    steps = FusedSteps(optimizer)
+    for step in range(5):
         give_gradients(given, step)
         if step == 2:
-            optimizer.register_step_post_hook(lambda *_: heard.append(1))
+            handle = register(lambda *_: heard.append(1))
+        if step == 4:
+            handle.remove()
         steps()
     assert len(heard) == 2
 
@@ -103,8 +123,9 @@ def test_after_load_state_dict_the_new_state_is_stepped() -> None:
     for step in range(3):
         give_gradients(given, step)
         steps()
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     steps.forget()
-    give_gradients(given, 3)
-    steps()
-    assert [int(optimizer.state[w]["step"]) for w in given] == [4, 4, 4]
+    for step in (3, 4):
+        give_gradients(given, step)
+        steps()
+    assert [int(optimizer.state[w]["step"]) for w in given] == [5, 5, 5]
