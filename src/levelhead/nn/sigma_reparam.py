@@ -210,10 +210,13 @@ class SigmaReparam(nn.Module):
         super().__init__()
         self.blocks = Blocks(blocks) if isinstance(blocks, int) else blocks
         self.power_iteration_frozen = False
-        # Which tensor, in which version, u and v have last seen; and whether a read of it has
-        # already taken the step of the next forward.
+        # Which tensor, in which version and with which bits, u and v have last seen; whether a
+        # read of it has already taken the step of the next forward; and whether a forward has just
+        # taken its step and will read now.
         self._seen = (0, 0)
+        self._bits = torch.zeros((), dtype=torch.int64)
         self._ahead = False
+        self._called = False
         count, rows, columns = self.blocks.cut(weight.detach()).shape
         shape = () if count == 1 else (count,)
         start = torch.full(shape, gamma, dtype=weight.dtype, device=weight.device)
@@ -223,7 +226,9 @@ class SigmaReparam(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return Ŵ [rows, columns], after a power step if training missed one (see the top)."""
-        if self._steps() and torch.is_grad_enabled() and self._has_changed(weight):
+        called, self._called = self._called, False
+        reads = self._steps() and torch.is_grad_enabled() and not called
+        if reads and self._has_changed(weight):
             self._iterate(weight)
             self._ahead = True
         sigma = self.sigma(weight)
@@ -247,9 +252,9 @@ class SigmaReparam(nn.Module):
     def power_step(self, weight: Tensor) -> None:
         """Take the power step of one forward for W [rows, columns]: in training, unless frozen."""
         if self._steps():
-            if self._has_changed(weight) or not self._ahead:
+            if not self._ahead or self._has_changed(weight):
                 self._iterate(weight)
-            self._ahead = False
+            self._ahead, self._called = False, True
 
     @torch.no_grad()
     def synchronise(self, weight: Tensor) -> None:
@@ -264,6 +269,7 @@ class SigmaReparam(nn.Module):
     def note(self, weight: Tensor) -> None:
         """Take u and v to belong to W as it is now."""
         self._seen = (id(weight), weight._version)
+        self._bits = _bits_of(weight)
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """Take an assigned weight as the new W; its scale is γ's business."""
@@ -276,7 +282,8 @@ class SigmaReparam(nn.Module):
     def _has_changed(self, weight: Tensor) -> bool:
         known, version = self._seen
         if known == id(weight):
-            return version != weight._version
+            # torch's fused optimisers, and writing through `.data`, leave the version as it is.
+            return version != weight._version or bool(_bits_of(weight) != self._bits)
         self.note(weight)  # of a tensor not met before (a copy of the module's) no past is known
         return False
 
@@ -292,6 +299,12 @@ class SigmaReparam(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}"
+
+
+def _bits_of(weight: Tensor) -> Tensor:
+    """The sum of a weight's bits, each entry taken for an integer: [], int64."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return weight.detach().view(integer[weight.element_size()]).sum(dtype=torch.int64)
 
 
 def _wide(weight: Tensor) -> Tensor:

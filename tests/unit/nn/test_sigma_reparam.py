@@ -6,6 +6,8 @@ import copy
 import doctest
 import io
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,7 +197,16 @@ def change(layer: nn.Module, seed: int) -> np.ndarray:
     return original(layer).detach().numpy().copy()
 
 
-def test_a_weight_read_outside_a_forward_takes_one_step_per_change() -> None:
+def change_silently(layer: nn.Module, seed: int) -> np.ndarray:
+    """The same through `.data`, which leaves the version of the tensor as it is."""
+    original(layer).data.copy_(torch.tensor(draw(4, 6, seed=seed)))
+    return original(layer).detach().numpy().copy()
+
+
+@pytest.mark.parametrize("change", [change, change_silently])
+def test_a_weight_read_outside_a_forward_takes_one_step_per_change(
+    change: Callable[[nn.Module, int], np.ndarray],
+) -> None:
     layer = sigma_reparam(linear(), gamma=0.7)
     sigma = step_of(layer)
     start = sigma.v.clone()
@@ -211,6 +222,38 @@ def test_a_weight_read_outside_a_forward_takes_one_step_per_change() -> None:
         for _ in range(2):
             np.testing.assert_allclose(read(layer), oracle.estimated(w, 0.7, u, v), rtol=1e-12)
         v = sigma.v[0].numpy().copy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_steps_of_fused_optimisers_are_followed_outside_a_forward(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    # Their kernels do not count up the versions of the weights.
+    layer = sigma_reparam(linear().to(dtype), gamma=0.7)
+    optimizer = kind([original(layer)], lr=0.1, fused=True)
+    for _ in range(30):
+        optimizer.zero_grad()
+        (layer.weight.float() - 1).square().sum().backward()
+        version = original(layer)._version
+        optimizer.step()
+        assert original(layer)._version == version
+    assert layer.weight.requires_grad  # read in training
+    norm = float(torch.linalg.matrix_norm(layer.weight.detach().float(), 2))
+    assert norm == pytest.approx(0.7, rel=0.02)
+
+
+def test_a_forward_takes_one_step_also_where_the_optimiser_is_fused() -> None:
+    layer = sigma_reparam(linear(), gamma=0.7)
+    optimizer = torch.optim.SGD([original(layer)], lr=0.1, fused=True)
+    x = torch.tensor(draw(3, 6))
+    for _ in range(3):
+        optimizer.zero_grad()
+        v = step_of(layer).v[0].numpy().copy()
+        layer(x).square().sum().backward()
+        _, expected = oracle.power_step(original(layer).detach().numpy(), v)
+        np.testing.assert_allclose(step_of(layer).v[0].numpy(), expected, rtol=1e-12)
+        optimizer.step()
 
 
 def test_a_read_before_the_forward_does_not_add_a_step() -> None:

@@ -453,6 +453,32 @@ def test_dropout_and_power_iterations_resume_to_the_same_bits(
     assert without_seconds(history) == expected
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.1])
+def test_power_iterations_outside_a_forward_resume_to_the_same_bits(
+    rho: float, handlers: dict[int, Any], tmp_path: Path
+) -> None:
+    class Direct(Problem):
+        def loss(self, index: torch.Tensor) -> torch.Tensor:
+            first, last = self.model[0], self.model[3]
+            hidden = torch.tanh(self.x[index] @ first.weight.T)  # read, never called
+            return nn.functional.mse_loss(hidden @ last.weight.T, self.y[index])
+
+    def problem(**options: Any) -> Problem:
+        made = Direct(**options)
+        sigma_reparam(made.model, gamma=1.0)
+        return made
+
+    state, chosen = tmp_path / "a.state", settings(rho=rho)
+    whole = problem()
+    expected = without_seconds(whole.train(chosen))
+    with pytest.raises(Interrupted):
+        problem(at={13: send(signal.SIGINT)}).train(chosen, state_path=state)
+    resumed = problem()
+    history = resumed.train(chosen, state_path=state, resume=True)
+    assert_same(resumed.weights(), whole.weights())
+    assert without_seconds(history) == expected
+
+
 def test_a_finished_state_has_nothing_left_to_do(tmp_path: Path) -> None:
     state = tmp_path / "a.state"
     first, again = Problem(errors=[3.0, 1.0, 2.0, 2.0]), Problem()
