@@ -310,7 +310,7 @@ class Held:
         return Batch(context, target, mean, deviation, judged)
 
 
-def held(source: WindowSource, limit: int = 2 << 30) -> WindowSource:
+def held(source: WindowSource, limit: int = 512 << 20) -> WindowSource:
     """`source` as `Held` if that takes at most `limit` bytes, else as it is.
 
     >>> series = np.arange(10.0)[None]

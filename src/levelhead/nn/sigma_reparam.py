@@ -210,13 +210,15 @@ class SigmaReparam(nn.Module):
         super().__init__()
         self.blocks = Blocks(blocks) if isinstance(blocks, int) else blocks
         self.power_iteration_frozen = False
-        # Which tensor, in which version and with which bits, u and v have last seen; whether a
-        # read of it has already taken the step of the next forward; and whether a forward has just
-        # taken its step and will read now.
+        # Which tensor, in which version, u and v have last seen; whether a read of it has already
+        # taken the step of the next forward; whether a forward has just taken its step and will
+        # read now, so that there is nothing to ask (a device would have to be waited for).
         self._seen = (0, 0)
-        self._bits = torch.zeros((), dtype=torch.int64)
         self._ahead = False
         self._called = False
+        # Once training reads outside a forward: the weight as u and v have last seen it.
+        self._outside = False
+        self._copy: Tensor | None = None
         count, rows, columns = self.blocks.cut(weight.detach()).shape
         shape = () if count == 1 else (count,)
         start = torch.full(shape, gamma, dtype=weight.dtype, device=weight.device)
@@ -231,6 +233,9 @@ class SigmaReparam(nn.Module):
         if reads and self._has_changed(weight):
             self._iterate(weight)
             self._ahead = True
+        if reads and not self._outside:
+            self._outside = True
+            self.note(weight)
         sigma = self.sigma(weight)
         # The inner `where` keeps the gradient of the branch not taken finite.
         zero = sigma.abs() < torch.finfo(sigma.dtype).tiny
@@ -269,7 +274,7 @@ class SigmaReparam(nn.Module):
     def note(self, weight: Tensor) -> None:
         """Take u and v to belong to W as it is now."""
         self._seen = (id(weight), weight._version)
-        self._bits = _bits_of(weight)
+        self._copy = weight.detach().clone() if self._outside else None
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """Take an assigned weight as the new W; its scale is γ's business."""
@@ -282,8 +287,10 @@ class SigmaReparam(nn.Module):
     def _has_changed(self, weight: Tensor) -> bool:
         known, version = self._seen
         if known == id(weight):
+            if version != weight._version or self._copy is None:
+                return version != weight._version
             # torch's fused optimisers, and writing through `.data`, leave the version as it is.
-            return version != weight._version or bool(_bits_of(weight) != self._bits)
+            return not torch.equal(weight, self._copy.to(weight))
         self.note(weight)  # of a tensor not met before (a copy of the module's) no past is known
         return False
 
@@ -299,12 +306,6 @@ class SigmaReparam(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}"
-
-
-def _bits_of(weight: Tensor) -> Tensor:
-    """The sum of a weight's bits, each entry taken for an integer: [], int64."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return weight.detach().view(integer[weight.element_size()]).sum(dtype=torch.int64)
 
 
 def _wide(weight: Tensor) -> Tensor:

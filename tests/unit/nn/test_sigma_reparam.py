@@ -224,6 +224,25 @@ def test_a_weight_read_outside_a_forward_takes_one_step_per_change(
         v = sigma.v[0].numpy().copy()
 
 
+def test_entries_that_change_places_are_a_change() -> None:
+    layer = sigma_reparam(linear(), gamma=0.7)
+    assert layer.weight.requires_grad
+    v = step_of(layer).v[0].numpy().copy()
+    w = original(layer).detach().flip(1).numpy().copy()
+    original(layer).data.copy_(torch.tensor(w))
+    u, v = oracle.power_step(w, v)
+    np.testing.assert_allclose(read(layer), oracle.estimated(w, 0.7, u, v), rtol=1e-12)
+
+
+def test_a_weight_that_was_read_outside_a_forward_may_change_its_type() -> None:
+    layer = sigma_reparam(linear(), gamma=0.7)
+    assert layer.weight.requires_grad
+    layer.float()
+    assert layer.weight.dtype == torch.float32
+    norm = float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
+    assert norm == pytest.approx(0.7, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 def test_steps_of_fused_optimisers_are_followed_outside_a_forward(
